@@ -1,0 +1,45 @@
+"""Tileflux hides communication inside computation for tensor-, sequence- and expert-parallel models on GPUs.
+
+This package exports; it does nothing. Importing it touches no GPU.
+"""
+
+from tileflux.config import CommConfig as CommConfig
+from tileflux.errors import GroupBroken as GroupBroken
+from tileflux.errors import GroupClosed as GroupClosed
+from tileflux.errors import MismatchError as MismatchError
+from tileflux.errors import PeerTimeout as PeerTimeout
+from tileflux.errors import RegionError as RegionError
+from tileflux.errors import TilefluxError as TilefluxError
+from tileflux.errors import TransportUnavailable as TransportUnavailable
+from tileflux.ops import all_gather as all_gather
+from tileflux.ops import all_reduce as all_reduce
+from tileflux.ops import all_to_all as all_to_all
+from tileflux.ops import barrier as barrier
+from tileflux.ops import broadcast as broadcast
+from tileflux.ops import reduce_scatter as reduce_scatter
+from tileflux.symm.base import FlagWrite as FlagWrite
+from tileflux.symm.group import Group as Group
+from tileflux.symm.group import local_groups as local_groups
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CommConfig",
+    "FlagWrite",
+    "Group",
+    "GroupBroken",
+    "GroupClosed",
+    "MismatchError",
+    "PeerTimeout",
+    "RegionError",
+    "TilefluxError",
+    "TransportUnavailable",
+    "__version__",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "local_groups",
+    "reduce_scatter",
+]

@@ -1,0 +1,143 @@
+"""Every environment variable Tileflux reads or sets, and nothing else reads or sets one.
+
+Each reader is a function, so that a test or a launcher may change the variable at any time. The table in
+``docs/environment.md`` is checked against ``VARIABLES`` by a test.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+__all__ = [
+    "VARIABLES",
+    "check",
+    "compiler_environment",
+    "cpu_backend",
+    "interpreting",
+    "local_rank",
+    "scoped",
+    "share_gpu",
+    "timeout_s",
+    "torchrun_present",
+    "transport",
+    "use_loopback",
+]
+
+VARIABLES: Mapping[str, str] = {
+    "TILEFLUX_TIMEOUT_S": "Seconds a wait may last before it becomes PeerTimeout. Default 30.",
+    "TILEFLUX_CHECK": "1: ranks compare op, dtype and shapes before every call. Slow; for finding mistakes. Default 0.",
+    "TILEFLUX_CPU_BACKEND": "host: collectives on CPU tensors run as plain Python and torch. interpret: they run the Triton "
+    "kernels interpreted (needs TRITON_INTERPRET=1). Default host.",
+    "TILEFLUX_TRANSPORT": "auto, shm or cuda: who carries the bytes of a group made from a process group. Default auto: "
+    "cuda for CUDA devices, shm for the CPU.",
+}
+
+
+def timeout_s() -> float:
+    """Deadline of a wait, in seconds."""
+    return _positive_float("TILEFLUX_TIMEOUT_S", 30.0)
+
+
+def check() -> bool:
+    """Whether ranks compare their calls before running them."""
+    return _choice("TILEFLUX_CHECK", "0", ("0", "1")) == "1"
+
+
+def cpu_backend() -> str:
+    """``host`` or ``interpret``."""
+    return _choice("TILEFLUX_CPU_BACKEND", "host", ("host", "interpret"))
+
+
+def transport() -> str:
+    """``auto``, ``shm`` or ``cuda``."""
+    return _choice("TILEFLUX_TRANSPORT", "auto", ("auto", "shm", "cuda"))
+
+
+def interpreting() -> bool:
+    """Whether Triton was told to interpret kernels instead of compiling them."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def torchrun_present() -> bool:
+    """Whether a launcher set the variables that ``torch.distributed`` initialises from."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def local_rank() -> int:
+    """Index of this process among those of its machine, 0 if nobody says."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def share_gpu() -> None:
+    """Let torch's symmetric memory accept several ranks on one GPU.
+
+    Multicast must go with it: torch asks the device, not the allocation, whether multicast works, and a
+    shared GPU's allocations never have it.
+    """
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+
+
+def use_loopback() -> None:
+    """Let gloo use the loopback interface unless told otherwise.
+
+    Without it gloo looks the machine's own name up, which fails or stalls where no name service knows it.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def compiler_environment(cache_dir: str, scratch_dir: str, import_path: Iterable[str]) -> dict[str, str]:
+    """Variables for a process that compiles kernels to judge them: imports as here, cache and scratch of its own.
+
+    Whatever makes Triton interpret, dump, override or optimise otherwise is left out, so that the verdict does not
+    depend on the caller's settings. Paths of its tools stay.
+    """
+    altering = {"DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "PTXAS_OPTIONS"}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in altering and (not name.startswith("TRITON_") or name.endswith("_PATH"))
+    }
+    path = os.pathsep.join(folder or os.getcwd() for folder in import_path)
+    return {**kept, "TRITON_CACHE_DIR": cache_dir, "TMPDIR": scratch_dir, "PYTHONPATH": path}
+
+
+@contextmanager
+def scoped(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Set (or with None unset) variables for the length of a ``with`` block, children started inside included."""
+    before = {name: os.environ.get(name) for name in changes}
+    _apply(changes)
+    try:
+        yield
+    finally:
+        _apply(before)
+
+
+def _apply(changes: Mapping[str, str | None]) -> None:
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _positive_float(name: str, default: float) -> float:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if value <= 0:
+        raise ValueError(f"{name}={text!r} is not a positive number of seconds, such as {default:g}")
+    return value
+
+
+def _choice(name: str, default: str, allowed: tuple[str, ...]) -> str:
+    value = os.environ.get(name, default)
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+    return value

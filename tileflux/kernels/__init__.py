@@ -1,0 +1,1 @@
+"""Main loops and movers, each with its launcher and its host twin."""

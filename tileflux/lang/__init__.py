@@ -1,0 +1,1 @@
+"""Device functions: no host code, no launches."""

@@ -1,0 +1,121 @@
+"""``signal`` and ``wait``: the only two device functions that touch a flag.
+
+A flag is a 32-bit word that only grows; its values are epochs. Comparisons are of the wrapped difference, so a
+flag may pass 2**31 as long as waiter and signaller stay within 2**31 of each other. Epochs are kept in memory by
+whoever counts them, never passed as launch arguments: a CUDA graph would repeat an argument on every replay.
+
+Ordering. ``signal`` is a CTA barrier, then one thread's release at system scope: without the barrier only that
+thread's own stores are published, since Triton puts none between a store and a release. ``wait`` is one thread's
+acquire at system scope, then a CTA barrier, which Triton emits to hand the polled value to the other threads.
+Data written with TMA stores is not covered: wait for ``cp.async.bulk.wait_group 0`` before signalling.
+
+Deadline. A wait that outlasts the guard's timeout, or finds the group broken, writes a record of what it waited for
+into its rank's guard block, sets ``broken`` in every rank's block and the host-visible alarm, and returns as if it
+had been satisfied. Nothing traps and nothing hangs; results of that launch are worthless, and the next host
+call on the group says so (``symm/guard.py``). Every value a branch depends on is made the same in all threads,
+because the branches contain CTA barriers.
+"""
+
+import triton
+import triton.language as tl
+
+from tileflux.config import GUARD
+
+__all__ = ["GLOBALTIMER", "STORE_RELEASE", "poll", "signal", "wait"]
+
+# One thread stores; the others pass by. Not an atomic: a flag has one writer, and a peer behind PCIe may not
+# do atomics at all.
+STORE_RELEASE = tl.constexpr(
+    "{ .reg .pred first; .reg .u32 tid; mov.u32 tid, %tid.x; setp.eq.u32 first, tid, 0; "
+    "@first st.release.sys.global.s32 [$1], $2; mov.s32 $0, 0; }"
+)
+GLOBALTIMER = tl.constexpr("{ mov.u64 $0, %globaltimer; }")
+
+_POLLS_PER_CHECK = tl.constexpr(64)
+_RANK = tl.constexpr(GUARD.rank)
+_WORLD_SIZE = tl.constexpr(GUARD.world_size)
+_TIMEOUT_NS = tl.constexpr(GUARD.timeout_ns)
+_ALARM = tl.constexpr(GUARD.alarm)
+_BLOCKS = tl.constexpr(GUARD.blocks)
+_BROKEN = tl.constexpr(GUARD.broken)
+_STATE = tl.constexpr(GUARD.state)
+_OP = tl.constexpr(GUARD.op)
+_PEER = tl.constexpr(GUARD.peer)
+_FLAG = tl.constexpr(GUARD.flag)
+_WANTED = tl.constexpr(GUARD.wanted)
+_SEEN = tl.constexpr(GUARD.seen)
+_WAITED_NS = tl.constexpr(GUARD.waited_ns)
+
+
+@triton.jit
+def signal(flag, value):
+    """Publish everything this program has stored so far, then set ``flag`` to ``value``."""
+    tl.debug_barrier()
+    tl.inline_asm_elementwise(STORE_RELEASE, "=r,l,r", [flag, value], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def wait(flag, wanted, peer, guard, op):
+    """Return once ``flag`` has reached ``wanted``, which ``peer`` will set; what it published is then visible.
+
+    ``guard`` is the rank's guard table, ``op`` the number the host knows the calling op by.
+    """
+    seen = poll(flag, wanted)
+    if seen - wanted < 0:
+        _wait_long(flag, wanted, peer, guard, op)
+
+
+@triton.jit
+def poll(flag, wanted):
+    """Read ``flag`` with acquire. ``wanted`` is for the simulator, which lets others run until it is reached."""
+    return tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def _wait_long(flag, wanted, peer, guard, op):
+    block = tl.load(guard + _BLOCKS + tl.load(guard + _RANK)).to(tl.pointer_type(tl.int64))
+    broken_flag = (block + _BROKEN).to(tl.pointer_type(tl.int32))
+    timeout_ns = tl.load(guard + _TIMEOUT_NS)
+    start = _now_ns()
+    waiting = 1
+    while waiting != 0:
+        seen = poll(flag, wanted)
+        num_polls = 1
+        while (seen - wanted < 0) & (num_polls < _POLLS_PER_CHECK):
+            seen = poll(flag, wanted)
+            num_polls += 1
+        if seen - wanted >= 0:
+            waiting = 0
+        else:
+            # A relaxed look at our own memory; an acquire is not needed to stop waiting.
+            broken = tl.atomic_add(broken_flag, 0, sem="relaxed", scope="sys")
+            waited_ns = _now_ns() - start
+            if (broken != 0) | (waited_ns > timeout_ns):
+                _give_up(block, guard, op, peer, flag, wanted, seen, waited_ns)
+                waiting = 0
+
+
+@triton.jit
+def _give_up(block, guard, op, peer, flag, wanted, seen, waited_ns):
+    state = (block + _STATE).to(tl.pointer_type(tl.int32))
+    if tl.atomic_cas(state, 0, 1, sem="acq_rel", scope="sys") == 0:
+        tl.store(block + _OP, op)
+        tl.store(block + _PEER, peer)
+        tl.store(block + _FLAG, flag.to(tl.int64))
+        tl.store(block + _WANTED, wanted)
+        tl.store(block + _SEEN, seen)
+        tl.store(block + _WAITED_NS, waited_ns)
+        signal(state, 2)
+        for rank in range(0, tl.load(guard + _WORLD_SIZE).to(tl.int32)):
+            peer_block = tl.load(guard + _BLOCKS + rank).to(tl.pointer_type(tl.int64))
+            signal((peer_block + _BROKEN).to(tl.pointer_type(tl.int32)), 1)
+        alarm = tl.load(guard + _ALARM).to(tl.pointer_type(tl.int32))
+        signal(alarm, 1)
+
+
+@triton.jit
+def _now_ns():
+    """The GPU's clock, the same number in every thread: the maximum over a block that spans all warps."""
+    lanes = tl.arange(0, 1024)
+    times = tl.inline_asm_elementwise(GLOBALTIMER, "=l,r", [lanes], dtype=tl.int64, is_pure=False, pack=1)
+    return tl.max(times, axis=0)

@@ -1,0 +1,29 @@
+"""Public ops, one per file: docstring with shapes, the function, its fake, its gradient, its reference."""
+
+from tileflux.ops.all_gather import all_gather as all_gather
+from tileflux.ops.all_gather import all_gather_reference as all_gather_reference
+from tileflux.ops.all_reduce import all_reduce as all_reduce
+from tileflux.ops.all_reduce import all_reduce_reference as all_reduce_reference
+from tileflux.ops.all_to_all import all_to_all as all_to_all
+from tileflux.ops.all_to_all import all_to_all_reference as all_to_all_reference
+from tileflux.ops.barrier import barrier as barrier
+from tileflux.ops.barrier import barrier_reference as barrier_reference
+from tileflux.ops.broadcast import broadcast as broadcast
+from tileflux.ops.broadcast import broadcast_reference as broadcast_reference
+from tileflux.ops.reduce_scatter import reduce_scatter as reduce_scatter
+from tileflux.ops.reduce_scatter import reduce_scatter_reference as reduce_scatter_reference
+
+__all__ = [
+    "all_gather",
+    "all_gather_reference",
+    "all_reduce",
+    "all_reduce_reference",
+    "all_to_all",
+    "all_to_all_reference",
+    "barrier",
+    "barrier_reference",
+    "broadcast",
+    "broadcast_reference",
+    "reduce_scatter",
+    "reduce_scatter_reference",
+]

@@ -1,0 +1,86 @@
+"""What every collective does before it moves a byte: check the caller's tensors and the group, then line up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from tileflux.errors import PeerTimeout
+from tileflux.symm.group import Group
+
+__all__ = ["REDUCIBLE", "as_bytes", "begin", "check_out", "check_reducible", "check_sizes", "check_tensor", "guarded"]
+
+REDUCIBLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_tensor(op: str, name: str, tensor: torch.Tensor, group: Group) -> None:
+    """Refuse what is not a dense tensor on the group's device."""
+    if not isinstance(group, Group):
+        raise ValueError(f"{op}: group should be a tileflux.Group, not {type(group).__name__}; see Group.from_process_group")
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{op}: {name} should be a tensor, not {type(tensor).__name__}")
+    if tensor.device != group.device:
+        raise ValueError(f"{op}: {name} is on {tensor.device} but the group is on {group.device}; move it there")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{op}: {name} has layout {tensor.layout}; only dense tensors are moved")
+
+
+def check_reducible(op: str, tensor: torch.Tensor) -> None:
+    """Refuse element types that have no fp32 sum."""
+    if tensor.dtype not in REDUCIBLE:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE)
+        raise ValueError(f"{op}: cannot sum {tensor.dtype}; convert to one of {names}")
+
+
+def check_out(op: str, out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """The tensor to fill: ``out`` if it fits, else a new one."""
+    if out is None:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    if like.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{op}: out= records no gradient and the input requires one; leave out= away, or use no_grad")
+    if tuple(out.shape) != shape or out.dtype != like.dtype or out.device != like.device or not out.is_contiguous():
+        raise ValueError(
+            f"{op}: out should be contiguous {shape} {like.dtype} on {like.device}, "
+            f"not {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}"
+        )
+    return out
+
+
+def check_sizes(op: str, name: str, sizes: Sequence[int], group: Group, total: int | None = None) -> tuple[int, ...]:
+    """Row counts by rank, one per rank, none negative, together ``total``."""
+    sizes = tuple(int(size) for size in sizes)
+    if len(sizes) != group.world_size:
+        raise ValueError(f"{op}: {name}={list(sizes)} has {len(sizes)} entries for {group.world_size} ranks")
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"{op}: {name}={list(sizes)} has a negative entry")
+    if total is not None and sum(sizes) != total:
+        raise ValueError(f"{op}: {name}={list(sizes)} add up to {sum(sizes)} rows, but the tensor has {total}")
+    return sizes
+
+
+def begin(op: str, group: Group, same: object, claims: Mapping[object, object] | None = None) -> None:
+    """Raise if the group cannot be used; with checking on, compare ``same`` and ``claims`` with the other ranks'."""
+    group.ensure_usable()
+    if group.check_calls:
+        group.agree(op, same, claims)
+    group.order_stream()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as flat bytes, whatever its element type."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class guarded:  # noqa: N801 - reads as a statement: ``with guarded(group):``
+    """Marks the group broken when a host wait inside gives up."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, PeerTimeout):
+            self._group.break_with(error)

@@ -1,0 +1,92 @@
+"""Several processes with GPUs, over ``torch.distributed._symmetric_memory``. The only file that calls it: it is alpha.
+
+Ranks may have a GPU each, or share one (then copies run on SMs, there is no multicast, and to run side by side they
+need MPS). The rendezvous goes through the group's store and a socket, so a gloo process group is enough.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch._C._autograd import DeviceType
+
+from tileflux import device as device_info
+from tileflux import env
+from tileflux.errors import TransportUnavailable
+from tileflux.symm.base import Copy, FlagWrite, Segment, Traits
+from tileflux.symm.processes import ProcessTransport
+from tileflux.symm.stream_copy import StreamCopier
+
+__all__ = ["CudaTransport", "has_multicast", "write_flag"]
+
+
+class CudaTransport(ProcessTransport):
+    """Ranks are processes, and tensors are on GPUs."""
+
+    name = "cuda"
+
+    def __init__(
+        self, group: dist.ProcessGroup, store: dist.Store, device: torch.device, global_rank: int, timeout_s: float
+    ) -> None:
+        super().__init__(store, group.rank(), group.size(), global_rank, timeout_s)
+        if not torch.cuda.is_available():
+            raise TransportUnavailable("the cuda transport needs a GPU", "use CPU tensors, or a machine with a GPU")
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._group_name: str = group.group_name
+        place = (self.processes[self.rank].host, device_info.uuid(self.device))
+        places = self.rendezvous.exchange("naming GPUs", place)
+        shared = len(set(places)) < self.world_size
+        if shared:
+            env.share_gpu()
+        links = tuple(device_info.link(place, other) for other in places)
+        self.traits = Traits(
+            copies_need_sms=shared,
+            has_multicast=not shared and self.world_size > 1 and has_multicast(self.device),
+            links=tuple("self" if peer == self.rank else link for peer, link in enumerate(links)),
+            num_sms=device_info.num_sms(self.device),
+        )
+        self._copier = StreamCopier(self.device)
+        self._alarm = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+
+    def allocate(self, nbytes: int) -> Segment:
+        """Allocate and exchange handles. Blocks the host; never call it while capturing a CUDA graph."""
+        with torch.cuda.device(self.device):
+            mine = symm_mem.empty(nbytes, dtype=torch.uint8, device=self.device)
+            mine.zero_()
+            handle = symm_mem.rendezvous(mine, self._group_name)
+            views = tuple(
+                mine if rank == self.rank else handle.get_remote_tensor(rank, (nbytes,), torch.uint8)
+                for rank in range(self.world_size)
+            )
+            # A peer must not raise a flag here before our zeroes have landed.
+            torch.cuda.current_stream(self.device).synchronize()
+        self.rendezvous.exchange("allocating symmetric memory", nbytes)
+        multicast = int(handle.multicast_ptr or 0) if self.traits.has_multicast else 0
+        return Segment(nbytes, views, multicast_address=multicast, keep_alive=(mine, handle))
+
+    def copy_async(self, dst: torch.Tensor, src: torch.Tensor, signal: FlagWrite | None) -> Copy:
+        """On this rank's copy stream."""
+        return self._copier.copy(dst, src, signal)
+
+    def alarm(self) -> torch.Tensor:
+        """Pinned host memory."""
+        return self._alarm
+
+    def close(self) -> None:
+        """Forget the copy stream."""
+        self._copier.close()
+
+
+def has_multicast(device: torch.device) -> bool:
+    """Whether the GPU and its fabric can multicast."""
+    return bool(symm_mem._SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index or 0))
+
+
+def write_flag(word: torch.Tensor, value: int) -> None:
+    """Set one int32 word from the current stream, after a system-wide fence, without needing an SM."""
+    word = word.view(torch.uint32).reshape(-1)
+    if torch.cuda.is_current_stream_capturing():
+        symm_mem._SymmetricMemory.memset32(word, offset=0, val=value & 0xFFFFFFFF, count=1)
+    else:
+        symm_mem._SymmetricMemory.stream_write_value32(word, 0, value & 0xFFFFFFFF)

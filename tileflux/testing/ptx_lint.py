@@ -1,0 +1,212 @@
+"""The ordering rules of ``lang/signal.py`` as far as PTX shows them: from text to a list of problems.
+
+A rule is a question about paths through the control-flow graph, such as: is there a way from a store to a release
+that meets no barrier? Predicates are not evaluated, so a path that no thread takes still counts, and so does a way
+around a barrier through a branch or a loop: correct code may be refused, and a barrier that lies on every path
+satisfies the rule.
+
+Not seen: the address of an access, the threads that execute it, the inside of a called function (a call counts as a
+load and a store). A barrier of some warps only, as warp specialisation has them, is taken to cover those that
+matter. Whether a kernel loads data before it waits for them cannot be told from PTX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tileflux.testing.ptx import Function, Instruction, parse, reach
+
+__all__ = [
+    "barrier_follows_acquire",
+    "barrier_precedes_release",
+    "bulk_stores_complete_before_release",
+    "flags_have_system_scope",
+    "lint",
+    "proxy_fence_precedes_tma_load",
+    "signals_with_release",
+    "waits_with_acquire",
+]
+
+
+def lint(ptx: str, *, waits: bool, signals: bool) -> list[str]:
+    """Every problem of a kernel that waits for flags, raises flags, both or neither, in the order of the rules.
+
+    Raises ``ValueError`` for text that is not PTX.
+    """
+    functions = parse(ptx)
+    problems = []
+    if waits:
+        problems += waits_with_acquire(functions)
+    if signals:
+        problems += signals_with_release(functions)
+    for function in functions:
+        if waits or signals:
+            problems += flags_have_system_scope(function)
+        problems += barrier_follows_acquire(function)
+        problems += proxy_fence_precedes_tma_load(function)
+        problems += barrier_precedes_release(function)
+        problems += bulk_stores_complete_before_release(function)
+    return problems
+
+
+def waits_with_acquire(functions: Sequence[Function]) -> list[str]:
+    """A wait polls and acquires at system scope: else it may never end, or data is read older than its flag.
+
+    The poll is an acquiring access, or a relaxed one with a fence after it. It lies in a loop that stores nothing:
+    a flag looked at once per turn of a working loop is not waited for.
+    """
+    acquires = [(function, index) for function in functions for index in _acquires(function)]
+    if not acquires:
+        return ["waits, but nothing acquires at sys scope: the wait is missing, or the compiler dropped it"]
+    if not any(_spins(function, poll) for function, index in acquires for poll in _polls(function, index)):
+        return ["waits, but no acquire at sys scope is polled in a loop: the flag is looked at only once"]
+    return []
+
+
+def signals_with_release(functions: Sequence[Function]) -> list[str]:
+    """A signal releases at system scope: else a peer never sees the flag, or sees it before the data.
+
+    Releases behind a compare-and-swap do not count. A wait that gives up writes its record there, so a kernel that
+    waits would otherwise pass without a signal of its own.
+    """
+    for function in functions:
+        swaps = set(function.where(lambda instruction: instruction.has("cas")))
+        before_swap = reach([0], function.successors, swaps.__contains__) | {0}
+        if any(index in before_swap - swaps for index in _releases(function)):
+            return []
+    return ["signals, but nothing releases at sys scope: the signal is missing, or the compiler dropped it"]
+
+
+def flags_have_system_scope(function: Function) -> list[str]:
+    """Flags are shared by ranks: below system scope the order holds on one GPU only, and peers read old data.
+
+    A counter among the programs of one GPU is held to the same; its cost at system scope is small.
+    """
+    return [
+        f"{function.at(index)} orders at {function.instructions[index].memory_scope} scope where flags need sys"
+        for index in function.reachable
+        if function.instructions[index].memory_scope != "sys"
+        and (
+            function.instructions[index].acquires
+            or function.instructions[index].releases
+            or _fence_releases(function, index)
+            or _fence_acquires(function, index)
+        )
+    ]
+
+
+def barrier_follows_acquire(function: Function) -> list[str]:
+    """One thread acquires for all: without a CTA barrier before the loads the others read data not yet there."""
+    problems = []
+    for acquire in _acquires(function):
+        met = reach([acquire], function.successors, function.is_barrier)
+        loads = [index for index in met if function.instructions[index].loads_data]
+        if loads:
+            problems.append(
+                f"no CTA barrier between the acquire {function.at(acquire)} and the load {function.at(min(loads))}"
+            )
+    return problems
+
+
+def proxy_fence_precedes_tma_load(function: Function) -> list[str]:
+    """TMA reads through a proxy of its own, for which an acquire alone does not make peers' stores visible."""
+    fences = set(function.where(_is_proxy_fence))
+    problems = []
+    for acquire in _acquires(function):
+        met = reach([acquire], function.successors, fences.__contains__)
+        loads = [index for index in met if function.instructions[index].is_bulk_load]
+        if loads:
+            problems.append(
+                f"no fence.proxy.async between the acquire {function.at(acquire)} "
+                f"and the TMA load {function.at(min(loads))}"
+            )
+    return problems
+
+
+def barrier_precedes_release(function: Function) -> list[str]:
+    """One thread releases for all: without a CTA barrier before it the others' stores are not published.
+
+    What a thread learns by waiting for its bulk stores also has to pass the barrier.
+    """
+    problems = []
+    for release in _releases(function):
+        met = reach([release], function.predecessors, function.is_barrier)
+        unordered = [
+            index
+            for index in met
+            if function.instructions[index].stores_data or function.instructions[index].is_full_bulk_wait
+        ]
+        if unordered:
+            problems.append(
+                f"no CTA barrier between {function.at(max(unordered))} and the release {function.at(release)}"
+            )
+        elif release == 0 or (0 in met and not function.is_barrier(0)):
+            problems.append(f"no CTA barrier on a path from the kernel's start to the release {function.at(release)}")
+    return problems
+
+
+def bulk_stores_complete_before_release(function: Function) -> list[str]:
+    """``wait_group.read`` says that shared memory may be reused, not that a TMA store is written."""
+    complete = set(function.where(lambda instruction: instruction.is_full_bulk_wait))
+    problems = []
+    for release in _releases(function):
+        met = reach([release], function.predecessors, complete.__contains__)
+        stores = [index for index in met if function.instructions[index].is_bulk_store]
+        if stores:
+            problems.append(
+                f"no `cp.async.bulk.wait_group 0` (without .read) between the TMA store {function.at(max(stores))} "
+                f"and the release {function.at(release)}"
+            )
+    return problems
+
+
+def _acquires(function: Function) -> list[int]:
+    """What acquires at system scope."""
+    return [
+        index
+        for index in function.reachable
+        if function.instructions[index].memory_scope == "sys"
+        and (function.instructions[index].acquires or _fence_acquires(function, index))
+    ]
+
+
+def _releases(function: Function) -> list[int]:
+    """What releases at system scope."""
+    return [
+        index
+        for index in function.reachable
+        if function.instructions[index].memory_scope == "sys"
+        and (function.instructions[index].releases or _fence_releases(function, index))
+    ]
+
+
+def _polls(function: Function, acquire: int) -> list[int]:
+    """The accesses that an acquire gives an order to: itself, or the relaxed ones before a fence."""
+    if not function.instructions[acquire].is_fence:
+        return [acquire]
+    met = reach([acquire], function.predecessors, lambda index: _ends_fence(function, index))
+    return [index for index in met if function.instructions[index].polls_without_order]
+
+
+def _fence_acquires(function: Function, index: int) -> bool:
+    return function.instructions[index].is_fence and bool(_polls(function, index))
+
+
+def _fence_releases(function: Function, index: int) -> bool:
+    if not function.instructions[index].is_fence:
+        return False
+    met = reach([index], function.successors, lambda following: _ends_fence(function, following))
+    return any(function.instructions[following].stores_data for following in met)
+
+
+def _ends_fence(function: Function, index: int) -> bool:
+    return function.is_barrier(index) or function.instructions[index].is_fence
+
+
+def _spins(function: Function, poll: int) -> bool:
+    return poll in reach([poll], function.successors, lambda index: function.instructions[index].stores_data)
+
+
+def _is_proxy_fence(instruction: Instruction) -> bool:
+    """A fence towards TMA for global memory; one for shared memory alone has that space in its name."""
+    return instruction.words[:3] == ("fence", "proxy", "async") and not instruction.has("shared")

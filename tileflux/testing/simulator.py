@@ -1,0 +1,201 @@
+"""Every rank, and every program of every kernel it launches, as a coroutine in one process.
+
+The kernels run interpreted, under a scheduler that a seed determines (``testing/coroutines.py``). It may switch at every poll
+and before every access to shared memory. A poll blocks its coroutine until the flag is reached; when all wait, that is a
+``Deadlock``, which names the flags. Accesses that no signal orders are a ``DataRace`` (``testing/races.py``).
+
+What it cannot see: memory is sequentially consistent and a program is one thread, so a missing CTA barrier or proxy fence goes
+unnoticed (the compile gate looks for those); accesses by torch on the host are not checked for races.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from tileflux import env
+from tileflux.symm.host_copy import HostCopier
+from tileflux.symm.host_signal import HostWords, reached, wrap
+from tileflux.symm.local import LocalTransport
+from tileflux.symm.workspace import Region, Workspace
+from tileflux.testing import interpreter
+from tileflux.testing.coroutines import Coroutine, Scheduler
+from tileflux.testing.interpreter_builder import AccessKind, Array, Order
+from tileflux.testing.races import AddressMap, RaceDetector, SharedRange
+
+if TYPE_CHECKING:
+    from tileflux.config import CommConfig
+    from tileflux.symm.group import Group
+
+__all__ = ["Simulator", "simulate"]
+
+T = TypeVar("T")
+_NS_PER_STEP = 1000
+
+
+class Simulator:
+    """Runs coroutines that launch interpreted kernels. Used once: spawn, then run."""
+
+    def __init__(self, seed: int, *, races: bool = True, max_steps: int = 200_000, switch_everywhere: bool = False) -> None:
+        """``races=False`` looks for deadlocks alone. ``switch_everywhere`` also switches at accesses to private memory."""
+        interpreter.install()
+        self.seed = seed
+        self._scheduler = Scheduler(seed, max_steps)
+        self._memory = AddressMap()
+        self._races = RaceDetector(seed) if races else None
+        self._switch_everywhere = switch_everywhere
+        self._roots: list[Coroutine] = []
+        self._kept_alive: list[torch.Tensor] = []
+
+    @property
+    def schedule(self) -> list[int]:
+        """Which coroutine was chosen, switch point by switch point; the same for the same seed."""
+        return self._scheduler.schedule
+
+    def share(self, memory: torch.Tensor, name: str, describe: Callable[[int], str] | None = None) -> torch.Tensor:
+        """Declare that several coroutines use ``memory``; ``describe`` puts a byte offset in it into words.
+
+        Only shared memory is checked for races, and only before accesses to it does the scheduler switch.
+        """
+        if not memory.is_contiguous() or memory.device.type != "cpu":
+            raise ValueError(f"'{name}' should be a contiguous tensor on the CPU, not {memory.stride()} on {memory.device}")
+        self._kept_alive.append(memory)
+        self.share_range(memory.data_ptr(), memory.nbytes, name, describe)
+        return memory
+
+    def share_range(self, address: int, nbytes: int, name: str, describe: Callable[[int], str] | None = None) -> None:
+        """``share`` for bare addresses, which must stay valid."""
+        if nbytes:
+            self._memory.add(SharedRange(address, nbytes, name, describe))
+
+    def spawn(self, function: Callable[[], Any], name: str | None = None) -> Coroutine:
+        """Add a coroutine; its ``result`` can be read after ``run()``."""
+        name = f"coroutine {len(self._roots)}" if name is None else name
+        root = self._new_coroutine(function, name, None if self._races is None else self._races.start(name))
+        self._roots.append(root)
+        return root
+
+    def run(self) -> list[Any]:
+        """Run to the end; returns what the spawned functions returned, or raises the first error of any coroutine."""
+        self._scheduler.run()
+        return [root.result for root in self._roots]
+
+    # What a running coroutine does on the host.
+
+    def block_until(self, ready: Callable[[], bool], what: str) -> None:
+        """Let others run until ``ready()``; ``what`` says what is waited for if that never comes."""
+        self._scheduler.block(_HostWait(ready, what))
+
+    def release(self, address: int) -> None:
+        """The running coroutine publishes what it has done at a flag, which it sets next."""
+        self._scheduler.switch()
+        if self._races is not None:
+            self._races.release(self._slot, address)
+
+    def acquire(self, address: int) -> None:
+        """What was published at a flag comes before what the running coroutine does next."""
+        if self._races is not None:
+            self._races.acquire(self._slot, address)
+
+    # What kernels do: the interpreter's Conductor.
+
+    def launch(self, kernel: str, programs: Sequence[tuple[tuple[int, int, int], Callable[[], None]]]) -> None:
+        """Run each program as a coroutine of its own; the launching one waits for them."""
+        parent = self._scheduler.running
+        assert parent is not None
+        parent.data.num_launches += 1
+        children = []
+        for index, (position, run) in enumerate(programs):
+            name = f"{parent.name} launch {parent.data.num_launches} {kernel}{_position_text(position)}"
+            slot = None if self._races is None else self._races.fork(self._slot, index, name)
+            children.append(self._new_coroutine(run, name, slot))
+        self._scheduler.run_children(children)
+        if self._races is not None:
+            for child in children:
+                self._races.join(self._slot, child.data.slot)
+
+    def access(self, kind: AccessKind, addresses: Array, mask: Array, itemsize: int, order: Order) -> None:
+        """A kernel is about to touch memory."""
+        blocks = self._memory.blocks(addresses, mask, itemsize)
+        if not (blocks or order or self._switch_everywhere):
+            return
+        self._scheduler.switch()
+        if self._races is None:
+            return
+        slot = self._slot
+        for block in blocks:
+            self._races.access(slot, "atomic" if order else kind, block)
+        if order:
+            for address in addresses.reshape(-1)[np.broadcast_to(mask, addresses.shape).reshape(-1)].tolist():
+                if order in ("acquire", "acq_rel"):
+                    self._races.acquire(slot, address)
+                if order in ("release", "acq_rel"):
+                    self._races.release(slot, address, keep=kind == "atomic")
+
+    def poll(self, address: int, wanted: int) -> int:
+        """Block until the flag is reached, and join what was published there."""
+        word = ctypes.c_int32.from_address(address)
+        self._scheduler.block(_FlagWait(self._memory, address, word, wanted))
+        if self._races is not None:
+            found = self._memory.find(address)
+            if found is not None:
+                self._races.poll(self._slot, found, address)
+            self._races.acquire(self._slot, address)
+        return word.value
+
+    def now_ns(self) -> int:
+        """Simulated time: deadlines in kernels follow steps, not the speed of this machine."""
+        return self._scheduler.num_steps * _NS_PER_STEP
+
+    @property
+    def _slot(self) -> int:
+        running = self._scheduler.running
+        assert running is not None
+        slot: int = running.data.slot
+        return slot
+
+    def _new_coroutine(self, function: Callable[[], Any], name: str, slot: int | None) -> Coroutine:
+        def conducted() -> Any:
+            with interpreter.conducted(self):
+                return function()
+
+        coroutine = self._scheduler.spawn(conducted, name)
+        coroutine.data = _Data(slot)
+        return coroutine
+
+
+class _Data:
+    def __init__(self, slot: int | None) -> None:
+        self.slot = slot
+        self.num_launches = 0
+
+
+class _HostWait:
+    def __init__(self, ready: Callable[[], bool], what: str) -> None:
+        self.ready, self._what = ready, what
+
+    def describe(self) -> str:
+        return self._what
+
+
+class _FlagWait:
+    def __init__(self, memory: AddressMap, address: int, word: ctypes.c_int32, wanted: int) -> None:
+        self._memory, self._address, self._word, self._wanted = memory, address, word, wanted
+
+    def ready(self) -> bool:
+        return ((self._word.value - self._wanted) & 0x80000000) == 0
+
+    def describe(self) -> str:
+        return f"{self._memory.name_of(self._address)} to reach {wrap(self._wanted)}; it stands at {self._word.value}"
+
+
+def _position_text(position: tuple[int, int, int]) -> str:
+    shown = list(position)
+    while len(shown) > 1 and shown[-1] == 0:
+        shown.pop()
+    return str(shown)
