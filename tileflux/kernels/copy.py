@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tileflux.config import GUARD
 from tileflux.kernels import copy_host
-from tileflux.kernels.launch import BLOCK_BYTES, element_type, extents_table, on_host, plan_arguments
+from tileflux.kernels.launch import BLOCK_BYTES, NUM_WARPS, extents_table, on_host
 from tileflux.kernels.plan import MovePlan
 from tileflux.lang.mailbox import (
     acquire_slot,
@@ -21,131 +21,116 @@ from tileflux.lang.mailbox import (
     publish_slot,
     release_message,
 )
-from tileflux.lang.remote import copy_run, extent, part, typed
+from tileflux.lang.remote import copy_run, extent, part
 from tileflux.symm.group import Group
 
-__all__ = ["move"]
+__all__ = ["launch_move", "move"]
 
 _RANK = tl.constexpr(GUARD.rank)
 
 
 def move(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, plan: MovePlan, *, min_pieces: int = 0) -> None:
-    """Carry out ``plan`` from ``x`` to ``out``, both contiguous bytes. ``min_pieces=1`` sends empty messages too."""
+    """Carry out ``plan`` from ``x`` to ``out``, both contiguous. ``min_pieces=1`` sends empty messages too."""
     if plan.is_empty and not min_pieces:
         return
     if on_host(group):
         copy_host.move(group, op, x, out, plan, min_pieces=min_pieces)
-        return
-    element, aligned = element_type(plan, x, out)
+    else:
+        launch_move(group, op, x, out, plan, min_pieces)
+
+
+def launch_move(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, plan: MovePlan, min_pieces: int) -> None:
+    """Queue the kernel on the current stream."""
+    ragged, extents = extents_table(group, plan)
     _move_kernel[(plan.num_lanes(group.config),)](
-        x.view(element),
-        out.view(element),
-        extents_table(group, plan),
+        x.data_ptr(),
+        out.data_ptr(),
+        extents,
         group.mailbox.table,
         group.guard.table,
         group.guard.op_number(op),
-        *plan_arguments(plan),
+        ragged,
+        *(plan.even or (0, 0, 0, 0)),
+        min_pieces,
         WORLD=group.world_size,
         LANES=group.config.num_lanes,
         SLOT_BYTES=group.config.slot_bytes,
         BLOCK_BYTES=BLOCK_BYTES,
-        RAGGED=plan.even is None,
-        ALIGNED=aligned,
-        MIN_PIECES=min_pieces,
-        num_warps=8,
+        num_warps=NUM_WARPS,
     )
 
 
-@triton.jit(do_not_specialize=["op", "send_bytes", "send_stride", "recv_bytes", "recv_stride"])
+@triton.jit(do_not_specialize=["x", "out", "op", "ragged", "send_bytes", "send_stride", "recv_bytes", "recv_stride", "min_pieces"])  # fmt: skip
 def _move_kernel(
-    x_ptr,
-    out_ptr,
+    x: tl.int64,
+    out: tl.int64,
     extents_ptr,
     boxes_ptr,
     guard_ptr,
-    op,
-    send_bytes,
-    send_stride,
-    recv_bytes,
-    recv_stride,
+    op: tl.int32,
+    ragged: tl.int32,
+    send_bytes: tl.int64,
+    send_stride: tl.int64,
+    recv_bytes: tl.int64,
+    recv_stride: tl.int64,
+    min_pieces: tl.int64,
     WORLD: tl.constexpr,
     LANES: tl.constexpr,
     SLOT_BYTES: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
-    RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    MIN_PIECES: tl.constexpr,
 ):
     """One program per lane. Piece by piece: send to every peer, then take from every peer."""
     rank = tl.load(guard_ptr + _RANK).to(tl.int32)
     lane = tl.program_id(0)
-    send_bytes = send_bytes.to(tl.int64)
-    send_stride = send_stride.to(tl.int64)
-    recv_bytes = recv_bytes.to(tl.int64)
-    recv_stride = recv_stride.to(tl.int64)
-    x_address = x_ptr.to(tl.int64)
-    out_address = out_ptr.to(tl.int64)
 
-    begin, nbytes, _ = _lane_run(extents_ptr, send_bytes, send_stride, rank, 0, WORLD, RAGGED, SLOT_BYTES, 0)
-    target, _, _ = _lane_run(extents_ptr, recv_bytes, recv_stride, rank, 1, WORLD, RAGGED, SLOT_BYTES, 0)
-    if x_address + begin != out_address + target:
-        own = typed(out_address + target, out_ptr, ALIGNED)
-        copy_run(own, typed(x_address + begin, x_ptr, ALIGNED), nbytes, BLOCK_BYTES)
+    begin, nbytes, _ = _lane_run(extents_ptr, ragged, send_bytes, send_stride, rank, min_pieces, 0, WORLD, SLOT_BYTES)
+    place, _, _ = _lane_run(extents_ptr, ragged, recv_bytes, recv_stride, rank, min_pieces, 1, WORLD, SLOT_BYTES)
+    if x + begin != out + place:
+        copy_run(out + place, x + begin, nbytes, BLOCK_BYTES)
 
-    num_steps = tl.full((), 0, tl.int64)
+    num_steps = min_pieces.to(tl.int64)
     for hop in range(1, WORLD):
         peer = (rank + hop) % WORLD
-        _, _, num_sent = _lane_run(extents_ptr, send_bytes, send_stride, peer, 0, WORLD, RAGGED, SLOT_BYTES, MIN_PIECES)
-        _, _, num_taken = _lane_run(extents_ptr, recv_bytes, recv_stride, peer, 1, WORLD, RAGGED, SLOT_BYTES, MIN_PIECES)
+        _, _, num_sent = _lane_run(extents_ptr, ragged, send_bytes, send_stride, peer, min_pieces, 0, WORLD, SLOT_BYTES)
+        _, _, num_taken = _lane_run(extents_ptr, ragged, recv_bytes, recv_stride, peer, min_pieces, 1, WORLD, SLOT_BYTES)
         num_steps = tl.maximum(num_steps, tl.maximum(num_sent, num_taken))
 
     for step in range(0, num_steps):
+        done = step * SLOT_BYTES
         for hop in range(1, WORLD):
             # Each rank starts with its right-hand neighbour, so that no two begin on the same target.
             peer = (rank + hop) % WORLD
             begin, nbytes, num_sent = _lane_run(
-                extents_ptr, send_bytes, send_stride, peer, 0, WORLD, RAGGED, SLOT_BYTES, MIN_PIECES
+                extents_ptr, ragged, send_bytes, send_stride, peer, min_pieces, 0, WORLD, SLOT_BYTES
             )
             if step < num_sent:
-                done = step * SLOT_BYTES
                 sequence = first_sent(boxes_ptr, rank, lane, peer, WORLD, LANES) + step.to(tl.int32)
                 slot = acquire_slot(boxes_ptr, guard_ptr, op, rank, lane, peer, sequence, WORLD, LANES, SLOT_BYTES)
-                source = typed(x_address + begin + done, x_ptr, ALIGNED)
-                copy_run(typed(slot, x_ptr, True), source, tl.minimum(nbytes - done, SLOT_BYTES), BLOCK_BYTES)
+                copy_run(slot, x + begin + done, tl.minimum(nbytes - done, SLOT_BYTES), BLOCK_BYTES)
                 publish_slot(boxes_ptr, rank, lane, peer, sequence, WORLD, LANES)
         for hop in range(1, WORLD):
             peer = (rank + WORLD - hop) % WORLD
             begin, nbytes, num_taken = _lane_run(
-                extents_ptr, recv_bytes, recv_stride, peer, 1, WORLD, RAGGED, SLOT_BYTES, MIN_PIECES
+                extents_ptr, ragged, recv_bytes, recv_stride, peer, min_pieces, 1, WORLD, SLOT_BYTES
             )
             if step < num_taken:
-                done = step * SLOT_BYTES
                 sequence = first_taken(boxes_ptr, rank, lane, peer, WORLD, LANES) + step.to(tl.int32)
                 slot = await_message(boxes_ptr, guard_ptr, op, rank, lane, peer, sequence, WORLD, LANES, SLOT_BYTES)
-                place = typed(out_address + begin + done, out_ptr, ALIGNED)
-                copy_run(place, typed(slot, out_ptr, True), tl.minimum(nbytes - done, SLOT_BYTES), BLOCK_BYTES)
+                copy_run(out + begin + done, slot, tl.minimum(nbytes - done, SLOT_BYTES), BLOCK_BYTES)
                 release_message(boxes_ptr, rank, lane, peer, sequence, WORLD, LANES)
 
     for hop in range(1, WORLD):
         peer = (rank + hop) % WORLD
-        _, _, num_sent = _lane_run(extents_ptr, send_bytes, send_stride, peer, 0, WORLD, RAGGED, SLOT_BYTES, MIN_PIECES)
-        _, _, num_taken = _lane_run(extents_ptr, recv_bytes, recv_stride, peer, 1, WORLD, RAGGED, SLOT_BYTES, MIN_PIECES)
+        _, _, num_sent = _lane_run(extents_ptr, ragged, send_bytes, send_stride, peer, min_pieces, 0, WORLD, SLOT_BYTES)
+        _, _, num_taken = _lane_run(extents_ptr, ragged, recv_bytes, recv_stride, peer, min_pieces, 1, WORLD, SLOT_BYTES)
         advance_channels(boxes_ptr, rank, lane, peer, num_sent.to(tl.int32), num_taken.to(tl.int32), WORLD, LANES)
 
 
 @triton.jit
 def _lane_run(
-    extents_ptr,
-    nbytes,
-    stride,
-    peer,
-    SIDE: tl.constexpr,
-    WORLD: tl.constexpr,
-    RAGGED: tl.constexpr,
-    SLOT_BYTES: tl.constexpr,
-    MIN_PIECES: tl.constexpr,
+    extents_ptr, ragged, nbytes, stride, peer, min_pieces, SIDE: tl.constexpr, WORLD: tl.constexpr, SLOT_BYTES: tl.constexpr
 ):
     """(offset, length, pieces) of this lane's part of what is exchanged with ``peer``."""
-    offset, length = extent(extents_ptr, nbytes, stride, peer, SIDE, WORLD, RAGGED)
+    offset, length = extent(extents_ptr, ragged, nbytes.to(tl.int64), stride.to(tl.int64), peer, SIDE, WORLD)
     begin, share = part(length, tl.program_id(0), tl.num_programs(0))
-    return offset + begin, share, tl.maximum(tl.cdiv(share, SLOT_BYTES), MIN_PIECES)
+    return offset + begin, share, tl.maximum(tl.cdiv(share, SLOT_BYTES), min_pieces.to(tl.int64))

@@ -51,7 +51,8 @@ class HostPass:
 
 
 def move(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, plan: MovePlan, *, min_pieces: int = 0) -> None:
-    """Carry out ``plan`` from ``x`` to ``out``, both uint8."""
+    """Carry out ``plan`` from ``x`` to ``out``."""
+    x, out = x.view(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
     own, target = plan.send[group.rank], plan.recv[group.rank]
     if x.data_ptr() + own.offset != out.data_ptr() + target.offset:
         out[target.offset : target.offset + own.nbytes].copy_(x[own.offset : own.offset + own.nbytes])

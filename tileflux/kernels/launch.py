@@ -1,22 +1,24 @@
-"""What the movers' launchers share: which backend, which element type, and the plan as a kernel takes it."""
+"""What the movers' launchers share: which backend runs, and a plan as a kernel takes it."""
 
 from __future__ import annotations
 
-import math
+import weakref
 
 import torch
 
 from tileflux import env
-from tileflux.kernels.plan import GRAIN, MovePlan
+from tileflux.kernels.plan import MovePlan
 from tileflux.symm.group import Group
 
-__all__ = ["BLOCK_BYTES", "element_type", "extents_table", "on_host", "plan_arguments"]
+__all__ = ["BLOCK_BYTES", "NUM_WARPS", "extents_table", "on_host"]
 
+NUM_WARPS = 8
 BLOCK_BYTES = 16 * 1024
 """Bytes a program of 8 warps has in flight: four 16-byte loads a thread."""
 
 _MAX_TABLES = 1024
-_ELEMENTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+_tables: weakref.WeakKeyDictionary[Group, dict[MovePlan, torch.Tensor]] = weakref.WeakKeyDictionary()
+_captured: weakref.WeakKeyDictionary[Group, dict[MovePlan, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
 def on_host(group: Group) -> bool:
@@ -24,32 +26,30 @@ def on_host(group: Group) -> bool:
     return group.device.type == "cpu" and env.cpu_backend() == "host"
 
 
-def element_type(plan: MovePlan, x: torch.Tensor, out: torch.Tensor) -> tuple[torch.dtype, bool]:
-    """The widest element all runs are made of, and whether all start on 16 bytes (then accesses are 16 bytes wide)."""
-    addresses = math.gcd(x.data_ptr(), out.data_ptr(), GRAIN)
-    width = math.gcd(plan.alignment, addresses, 8)
-    return _ELEMENTS[width], plan.offsets_aligned and addresses == GRAIN
+def extents_table(group: Group, plan: MovePlan) -> tuple[int, torch.Tensor]:
+    """(1, the plan as a device table) if the plan is ragged, kept for the next call with the same sizes.
 
-
-def plan_arguments(plan: MovePlan) -> tuple[int, int, int, int]:
-    """(send bytes, send stride, recv bytes, recv stride); not looked at for a ragged plan."""
-    return plan.even or (0, 0, 0, 0)
-
-
-def extents_table(group: Group, plan: MovePlan) -> torch.Tensor:
-    """The ragged plan as a device table, kept for the next call with the same sizes; any tensor for an even plan."""
+    For an even plan (0, any tensor): the kernel gets lengths and strides as arguments and reads no table.
+    """
     if plan.even is not None:
-        return group.guard.table
-    tables = group.plan_tables
-    table = tables.get(plan)
-    if table is None:
-        if group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return 0, group.guard.table
+    tables = _tables.setdefault(group, {})
+    capturing = group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if plan not in tables:
+        if capturing:
             raise ValueError("these per-rank sizes are new: make the call once before capturing it in a CUDA graph")
-        rows = torch.tensor(plan.table, dtype=torch.int64)
-        if group.device.type == "cuda":
-            # Pinned: a pageable copy would hold the host until this stream has run dry.
-            rows = rows.pin_memory().to(group.device, non_blocking=True)
         while len(tables) >= _MAX_TABLES:
-            tables.pop(next(iter(tables)))
-        table = tables[plan] = rows
-    return table
+            del tables[next(iter(tables))]
+        tables[plan] = _upload(group, plan)
+    if capturing:
+        # A replay reads the table long after it has been pushed out of the cache.
+        _captured.setdefault(group, {})[plan] = tables[plan]
+    return 1, tables[plan]
+
+
+def _upload(group: Group, plan: MovePlan) -> torch.Tensor:
+    table = torch.tensor(plan.table, dtype=torch.int64)
+    if group.device.type == "cpu":
+        return table
+    # Pinned: a pageable copy would hold the host until this stream has run dry.
+    return table.pin_memory().to(group.device, non_blocking=True)

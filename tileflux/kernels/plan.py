@@ -7,7 +7,6 @@ A message of any length is cut into ``num_lanes`` parts, a part into pieces of a
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 from tileflux.config import CommConfig
@@ -54,17 +53,6 @@ class MovePlan:
     def is_empty(self) -> bool:
         """Whether this rank has no byte to move."""
         return not any(extent.nbytes for extent in self.send + self.recv)
-
-    @functools.cached_property
-    def alignment(self) -> int:
-        """Largest power of two up to 16 that divides all offsets and lengths."""
-        numbers = [number for extent in self.send + self.recv for number in (extent.offset, extent.nbytes)]
-        return math.gcd(GRAIN, *numbers)
-
-    @functools.cached_property
-    def offsets_aligned(self) -> bool:
-        """Whether every run starts on a multiple of 16 bytes of its tensor."""
-        return all(extent.offset % GRAIN == 0 for extent in self.send + self.recv)
 
     @functools.cached_property
     def even(self) -> tuple[int, int, int, int] | None:

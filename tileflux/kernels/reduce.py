@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tileflux.config import GUARD
 from tileflux.kernels import reduce_host
-from tileflux.kernels.launch import BLOCK_BYTES, element_type, extents_table, on_host, plan_arguments
+from tileflux.kernels.launch import BLOCK_BYTES, NUM_WARPS, extents_table, on_host
 from tileflux.kernels.plan import MovePlan
 from tileflux.lang.mailbox import (
     acquire_slot,
@@ -25,173 +25,165 @@ from tileflux.lang.mailbox import (
 from tileflux.lang.remote import copy_run, extent, part, typed
 from tileflux.symm.group import Group
 
-__all__ = ["reduce"]
+__all__ = ["ELEMENTS", "launch_reduce", "reduce"]
 
 _RANK = tl.constexpr(GUARD.rank)
 
+ELEMENTS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+"""What can be summed."""
+
 
 def reduce(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, plan: MovePlan) -> None:
-    """Sum what ``plan`` brings of every rank's ``x`` into ``out``; both flat and of one floating type."""
+    """Sum what ``plan`` brings of every rank's ``x`` into ``out``; both contiguous and of one type in ``ELEMENTS``."""
     if plan.is_empty:
         return
     if on_host(group):
         reduce_host.reduce(group, op, x, out, plan)
-        return
-    _, aligned = element_type(plan, x, out)
+    else:
+        launch_reduce(group, op, x, out, plan)
+
+
+def launch_reduce(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, plan: MovePlan) -> None:
+    """Queue the kernel on the current stream."""
+    ragged, extents = extents_table(group, plan)
     _reduce_kernel[(plan.num_lanes(group.config),)](
-        x,
-        out,
-        extents_table(group, plan),
+        x.data_ptr(),
+        out.data_ptr(),
+        extents,
         group.mailbox.table,
         group.guard.table,
         group.guard.op_number(op),
-        *plan_arguments(plan)[:3],
+        ragged,
+        *(plan.even or (0, 0, 0, 0))[:3],
+        ELEMENT=ELEMENTS[x.dtype],
         WORLD=group.world_size,
         LANES=group.config.num_lanes,
         SLOT_BYTES=group.config.slot_bytes,
-        BLOCK_BYTES=BLOCK_BYTES // 2,
-        RAGGED=plan.even is None,
-        ALIGNED=aligned,
-        num_warps=8,
+        BLOCK_BYTES=BLOCK_BYTES // 4,  # one load a thread and rank; with more, the unrolled ranks spill
+        num_warps=NUM_WARPS,
     )
 
 
-@triton.jit(do_not_specialize=["op", "send_bytes", "send_stride", "recv_bytes"])
+@triton.jit(do_not_specialize=["x", "out", "op", "ragged", "send_bytes", "send_stride", "recv_bytes"])
 def _reduce_kernel(
-    x_ptr,
-    out_ptr,
+    x: tl.int64,
+    out: tl.int64,
     extents_ptr,
     boxes_ptr,
     guard_ptr,
-    op,
-    send_bytes,
-    send_stride,
-    recv_bytes,
+    op: tl.int32,
+    ragged: tl.int32,
+    send_bytes: tl.int64,
+    send_stride: tl.int64,
+    recv_bytes: tl.int64,
+    ELEMENT: tl.constexpr,
     WORLD: tl.constexpr,
     LANES: tl.constexpr,
     SLOT_BYTES: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
-    RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr,
 ):
     """One program per lane. Piece by piece: send to every peer, wait for all of theirs, sum, give the slots back."""
     rank = tl.load(guard_ptr + _RANK).to(tl.int32)
     lane = tl.program_id(0)
-    num_lanes = tl.num_programs(0)
-    send_bytes = send_bytes.to(tl.int64)
-    send_stride = send_stride.to(tl.int64)
-    recv_bytes = recv_bytes.to(tl.int64)
-    x_address = x_ptr.to(tl.int64)
 
-    # Every rank brings a run of the same length, the one that belongs here.
-    own_offset, _ = extent(extents_ptr, send_bytes, send_stride, rank, 0, WORLD, RAGGED)
-    _, own_length = extent(extents_ptr, recv_bytes, recv_bytes, rank, 1, WORLD, RAGGED)
-    own_begin, own_nbytes = part(own_length, lane, num_lanes)
+    # Every rank brings a run of the same length: the one that belongs here.
+    own_begin, _ = _lane_run(extents_ptr, ragged, send_bytes, send_stride, rank, 0, WORLD)
+    place, own_nbytes = _lane_run(extents_ptr, ragged, recv_bytes, recv_bytes * 0, rank, 1, WORLD)
     num_taken = tl.cdiv(own_nbytes, SLOT_BYTES)
-
     num_steps = num_taken
     for hop in range(1, WORLD):
-        _, length = extent(extents_ptr, send_bytes, send_stride, (rank + hop) % WORLD, 0, WORLD, RAGGED)
-        _, nbytes = part(length, lane, num_lanes)
+        _, nbytes = _lane_run(extents_ptr, ragged, send_bytes, send_stride, (rank + hop) % WORLD, 0, WORLD)
         num_steps = tl.maximum(num_steps, tl.cdiv(nbytes, SLOT_BYTES))
 
     for step in range(0, num_steps):
         done = step * SLOT_BYTES
         for hop in range(1, WORLD):
             peer = (rank + hop) % WORLD
-            offset, length = extent(extents_ptr, send_bytes, send_stride, peer, 0, WORLD, RAGGED)
-            begin, nbytes = part(length, lane, num_lanes)
+            begin, nbytes = _lane_run(extents_ptr, ragged, send_bytes, send_stride, peer, 0, WORLD)
             if done < nbytes:
                 sequence = first_sent(boxes_ptr, rank, lane, peer, WORLD, LANES) + step.to(tl.int32)
                 slot = acquire_slot(boxes_ptr, guard_ptr, op, rank, lane, peer, sequence, WORLD, LANES, SLOT_BYTES)
-                source = typed(x_address + offset + begin + done, x_ptr, ALIGNED)
-                copy_run(typed(slot, x_ptr, True), source, tl.minimum(nbytes - done, SLOT_BYTES), BLOCK_BYTES)
+                copy_run(slot, x + begin + done, tl.minimum(nbytes - done, SLOT_BYTES), BLOCK_BYTES)
                 publish_slot(boxes_ptr, rank, lane, peer, sequence, WORLD, LANES)
         if done < own_nbytes:
-            source = typed(x_address + own_offset + own_begin + done, x_ptr, ALIGNED)
-            place = typed(out_ptr.to(tl.int64) + own_begin + done, out_ptr, ALIGNED)
-            nbytes = tl.minimum(own_nbytes - done, SLOT_BYTES)
-            _sum_piece(
-                place, source, nbytes, step.to(tl.int32), boxes_ptr, guard_ptr, op, rank, WORLD, LANES, SLOT_BYTES, BLOCK_BYTES
+            index = step.to(tl.int32)
+            for hop in range(1, WORLD):
+                peer = (rank + WORLD - hop) % WORLD
+                sequence = first_taken(boxes_ptr, rank, lane, peer, WORLD, LANES) + index
+                await_message(boxes_ptr, guard_ptr, op, rank, lane, peer, sequence, WORLD, LANES, SLOT_BYTES)
+            _sum_run(
+                out + place + done,
+                x + own_begin + done,
+                tl.minimum(own_nbytes - done, SLOT_BYTES),
+                index, boxes_ptr, rank, ELEMENT, WORLD, LANES, SLOT_BYTES, BLOCK_BYTES,
             )  # fmt: skip
+            for hop in range(1, WORLD):
+                peer = (rank + WORLD - hop) % WORLD
+                sequence = first_taken(boxes_ptr, rank, lane, peer, WORLD, LANES) + index
+                release_message(boxes_ptr, rank, lane, peer, sequence, WORLD, LANES)
 
     for hop in range(1, WORLD):
         peer = (rank + hop) % WORLD
-        _, length = extent(extents_ptr, send_bytes, send_stride, peer, 0, WORLD, RAGGED)
-        _, nbytes = part(length, lane, num_lanes)
+        _, nbytes = _lane_run(extents_ptr, ragged, send_bytes, send_stride, peer, 0, WORLD)
         num_sent = tl.cdiv(nbytes, SLOT_BYTES)
         advance_channels(boxes_ptr, rank, lane, peer, num_sent.to(tl.int32), num_taken.to(tl.int32), WORLD, LANES)
 
 
 @triton.jit
-def _sum_piece(
-    place,
-    source,
-    nbytes,
-    step,
-    boxes_ptr,
-    guard_ptr,
-    op,
-    rank,
-    WORLD: tl.constexpr,
-    LANES: tl.constexpr,
-    SLOT_BYTES: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr,
-):
-    """Add this rank's piece at ``source`` and its peers' pieces, in rank order, into ``place``."""
-    lane = tl.program_id(0)
-    for hop in range(1, WORLD):
-        peer = (rank + WORLD - hop) % WORLD
-        sequence = first_taken(boxes_ptr, rank, lane, peer, WORLD, LANES) + step
-        await_message(boxes_ptr, guard_ptr, op, rank, lane, peer, sequence, WORLD, LANES, SLOT_BYTES)
-    _sum_run(place, source, nbytes, step, boxes_ptr, rank, WORLD, LANES, SLOT_BYTES, BLOCK_BYTES)
-    for hop in range(1, WORLD):
-        peer = (rank + WORLD - hop) % WORLD
-        sequence = first_taken(boxes_ptr, rank, lane, peer, WORLD, LANES) + step
-        release_message(boxes_ptr, rank, lane, peer, sequence, WORLD, LANES)
+def _lane_run(extents_ptr, ragged, nbytes, stride, peer, SIDE: tl.constexpr, WORLD: tl.constexpr):
+    """(offset, length) of this lane's part of what is exchanged with ``peer``."""
+    offset, length = extent(extents_ptr, ragged, nbytes.to(tl.int64), stride.to(tl.int64), peer, SIDE, WORLD)
+    begin, share = part(length, tl.program_id(0), tl.num_programs(0))
+    return offset + begin, share
 
 
 @triton.jit
 def _sum_run(
-    place,
-    source,
-    nbytes,
-    step,
-    boxes_ptr,
-    rank,
-    WORLD: tl.constexpr,
-    LANES: tl.constexpr,
-    SLOT_BYTES: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr,
-):
-    ELEMENT_BYTES: tl.constexpr = place.dtype.element_ty.primitive_bitwidth // 8
-    BLOCK: tl.constexpr = BLOCK_BYTES // ELEMENT_BYTES
-    num_elements = nbytes // ELEMENT_BYTES
+    place, own, nbytes, step, boxes_ptr, rank,
+    ELEMENT: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr, SLOT_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Add the run at ``own`` and the peers' messages number ``step`` of this launch, in rank order, into ``place``."""
+    if ((place | own) & 15) == 0:
+        _sum_as(place, own, nbytes, step, boxes_ptr, rank, ELEMENT, True, WORLD, LANES, SLOT_BYTES, BLOCK_BYTES)
+    else:
+        _sum_as(place, own, nbytes, step, boxes_ptr, rank, ELEMENT, False, WORLD, LANES, SLOT_BYTES, BLOCK_BYTES)
+
+
+@triton.jit
+def _sum_as(
+    place, own, nbytes, step, boxes_ptr, rank,
+    ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,
+    WORLD: tl.constexpr, LANES: tl.constexpr, SLOT_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+):  # fmt: skip
+    SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
+    BLOCK: tl.constexpr = BLOCK_BYTES // SIZE
+    to = typed(place, ELEMENT, ALIGNED)
+    num_elements = nbytes // SIZE
     num_blocks = num_elements // BLOCK
     lanes = tl.arange(0, BLOCK)
     for block in range(0, num_blocks):
         offsets = block * BLOCK + lanes
-        total = _sum_block(source, offsets, None, step, boxes_ptr, rank, WORLD, LANES, SLOT_BYTES)
-        tl.store(place + offsets, total.to(place.dtype.element_ty))
+        total = _sum_block(own, offsets, None, step, boxes_ptr, rank, ELEMENT, ALIGNED, WORLD, LANES, SLOT_BYTES)
+        tl.store(to + offsets, total.to(ELEMENT))
     if num_blocks * BLOCK < num_elements:
         offsets = num_blocks * BLOCK + lanes
         inside = offsets < num_elements
-        total = _sum_block(source, offsets, inside, step, boxes_ptr, rank, WORLD, LANES, SLOT_BYTES)
-        tl.store(place + offsets, total.to(place.dtype.element_ty), mask=inside)
+        total = _sum_block(own, offsets, inside, step, boxes_ptr, rank, ELEMENT, ALIGNED, WORLD, LANES, SLOT_BYTES)
+        tl.store(to + offsets, total.to(ELEMENT), mask=inside)
 
 
 @triton.jit
 def _sum_block(
-    source, offsets, inside, step, boxes_ptr, rank, WORLD: tl.constexpr, LANES: tl.constexpr, SLOT_BYTES: tl.constexpr
-):
-    """fp32 sum over ranks 0, 1, ... of the elements at ``offsets``; the own rank's come from ``source``."""
+    own, offsets, inside, step, boxes_ptr, rank,
+    ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr, SLOT_BYTES: tl.constexpr,
+):  # fmt: skip
+    """fp32 sum over ranks 0, 1, ... of the elements at ``offsets``; this rank's come from ``own``, not from a slot."""
     lane = tl.program_id(0)
     total = tl.zeros(offsets.shape, tl.float32)
     for peer in tl.static_range(WORLD):
-        taken = first_taken(boxes_ptr, rank, lane, peer, WORLD, LANES) + step
-        slot = slot_address(boxes_ptr, rank, lane, peer, taken, WORLD, LANES, SLOT_BYTES)
-        elements = source
-        if peer != rank:
-            elements = typed(slot, source, True)
-        total += tl.load(elements + offsets, mask=inside).to(tl.float32)
+        sequence = first_taken(boxes_ptr, rank, lane, peer, WORLD, LANES) + step
+        address = slot_address(boxes_ptr, rank, lane, peer, sequence, WORLD, LANES, SLOT_BYTES)
+        if peer == rank:
+            address = own
+        total += tl.load(typed(address, ELEMENT, ALIGNED) + offsets, mask=inside).to(tl.float32)
     return total

@@ -13,7 +13,7 @@ __all__ = ["reduce"]
 
 def reduce(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, plan: MovePlan) -> None:
     """Sum what ``plan`` brings of every rank's ``x`` into ``out``, in fp32, in rank order."""
-    x_bytes, out_bytes = x.view(torch.uint8), out.view(torch.uint8)
+    x_bytes, out_bytes = x.view(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
     work = HostPass(group, op, plan)
     own = plan.send[group.rank]
     for step in range(work.num_steps):

@@ -1,6 +1,8 @@
 """Runs of bytes: where a lane's share of a message lies, and copying one.
 
-The integer functions are the device's twins of ``kernels/plan.py``; a test compares the two.
+The integer functions are the device's twins of ``kernels/plan.py``; a test compares the two. Addresses are plain 64-bit
+integers: a kernel compiled for pointers would come in a variant per alignment, and the first launch of a variant, which
+loads it, does not start while another virtual rank's kernel waits on the same GPU. Alignment is looked at while running.
 """
 
 import triton
@@ -10,14 +12,13 @@ __all__ = ["copy_run", "extent", "part", "typed"]
 
 
 @triton.jit
-def extent(table, nbytes, stride, peer, SIDE: tl.constexpr, WORLD: tl.constexpr, RAGGED: tl.constexpr):
+def extent(table, ragged, nbytes, stride, peer, SIDE: tl.constexpr, WORLD: tl.constexpr):
     """(offset, length) in bytes of the run for ``peer``; SIDE 0 is what is sent, 1 what is received."""
-    if RAGGED:
+    offset = peer.to(tl.int64) * stride
+    length = nbytes
+    if ragged != 0:
         offset = tl.load(table + (2 * SIDE) * WORLD + peer)
         length = tl.load(table + (2 * SIDE + 1) * WORLD + peer)
-    else:
-        offset = peer.to(tl.int64) * stride
-        length = nbytes
     return offset, length
 
 
@@ -30,9 +31,9 @@ def part(nbytes, lane, num_lanes):
 
 
 @triton.jit
-def typed(address, like, ALIGNED: tl.constexpr):
-    """An address as a pointer to elements of ``like``'s type. Without ALIGNED stores through it are element-wide."""
-    pointer = address.to(tl.pointer_type(like.dtype.element_ty))
+def typed(address, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
+    """An address as a pointer. ALIGNED promises 16 bytes; without it every access is one element wide."""
+    pointer = address.to(tl.pointer_type(ELEMENT))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
@@ -40,17 +41,34 @@ def typed(address, like, ALIGNED: tl.constexpr):
 
 @triton.jit
 def copy_run(dst, src, nbytes, BLOCK_BYTES: tl.constexpr):
-    """Copy ``nbytes`` between pointers of one element type."""
-    ELEMENT_BYTES: tl.constexpr = src.dtype.element_ty.primitive_bitwidth // 8
-    BLOCK: tl.constexpr = BLOCK_BYTES // ELEMENT_BYTES
-    num_elements = nbytes // ELEMENT_BYTES
+    """Copy ``nbytes`` from address to address, as widely as the two addresses allow."""
+    if ((dst | src) & 15) == 0:
+        _copy_as(dst, src, nbytes, tl.int64, True, BLOCK_BYTES)
+    elif ((dst | src) & 3) == 0:
+        _copy_as(dst, src, nbytes, tl.int32, False, BLOCK_BYTES)
+    else:
+        _copy_as(dst, src, nbytes, tl.int8, False, BLOCK_BYTES)
+
+
+@triton.jit
+def _copy_as(dst, src, nbytes, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_BYTES: tl.constexpr):
+    SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
+    BLOCK: tl.constexpr = BLOCK_BYTES // SIZE
+    to = typed(dst, ELEMENT, ALIGNED)
+    source = typed(src, ELEMENT, ALIGNED)
+    num_elements = nbytes // SIZE
     num_blocks = num_elements // BLOCK
     lanes = tl.arange(0, BLOCK)
     for block in range(0, num_blocks):
-        # Whole blocks carry no mask: a mask of unknown alignment would make every access element-wide.
+        # Whole blocks carry no mask: a mask of unknown alignment would make every access one element wide.
         offsets = block * BLOCK + lanes
-        tl.store(dst + offsets, tl.load(src + offsets))
+        tl.store(to + offsets, tl.load(source + offsets))
     if num_blocks * BLOCK < num_elements:
         offsets = num_blocks * BLOCK + lanes
         inside = offsets < num_elements
-        tl.store(dst + offsets, tl.load(src + offsets, mask=inside), mask=inside)
+        tl.store(to + offsets, tl.load(source + offsets, mask=inside), mask=inside)
+    if num_elements * SIZE < nbytes:
+        offsets = num_elements * SIZE + tl.arange(0, 8)
+        inside = offsets < nbytes
+        last = tl.load(typed(src, tl.int8, False) + offsets, mask=inside)
+        tl.store(typed(dst, tl.int8, False) + offsets, last, mask=inside)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tileflux.errors import PeerTimeout
+from tileflux.kernels.prepare import prepare
 from tileflux.symm.group import Group
 
 __all__ = ["REDUCIBLE", "as_bytes", "begin", "check_out", "check_reducible", "check_sizes", "check_tensor", "guarded"]
@@ -65,6 +66,7 @@ def begin(op: str, group: Group, same: object, claims: Mapping[object, object] |
     if group.check_calls:
         group.agree(op, same, claims)
     group.order_stream()
+    prepare(group)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ def _run(x: torch.Tensor, group: Group, rows: list[int], out: torch.Tensor | Non
     row_bytes = x.shape[1:].numel() * x.element_size()
     with guarded(group):
         plan = gather_plan(group.rank, tuple(count * row_bytes for count in rows))
-        move(group, "all_gather", as_bytes(x.contiguous()), as_bytes(out), plan)
+        move(group, "all_gather", x.contiguous(), out, plan)
     return out
 
 

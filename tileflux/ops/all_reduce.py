@@ -66,7 +66,7 @@ def _two_shot(group: Group, x: torch.Tensor, out: torch.Tensor) -> None:
     sizes = tuple(shard.nbytes for shard in shards)
     mine = _elements(out, shards[group.rank])
     reduce(group, "all_reduce", x, mine, reduce_plan(group.rank, sizes, scatter=True))
-    move(group, "all_reduce", as_bytes(mine), as_bytes(out), gather_plan(group.rank, sizes))
+    move(group, "all_reduce", mine, out, gather_plan(group.rank, sizes))
 
 
 def _elements(flat: torch.Tensor, extent: Extent) -> torch.Tensor:

@@ -69,7 +69,7 @@ def _run(
     row_bytes = x.shape[1:].numel() * x.element_size()
     sizes = [tuple(count * row_bytes for count in counts) for counts in (send, recv)]
     with guarded(group):
-        move(group, "all_to_all", as_bytes(x.contiguous()), as_bytes(out), permute_plan(group.rank, *sizes, even))
+        move(group, "all_to_all", x.contiguous(), out, permute_plan(group.rank, *sizes, even))
     return out
 
 

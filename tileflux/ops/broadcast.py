@@ -38,7 +38,7 @@ def _run(x: torch.Tensor, group: Group, root: int, out: torch.Tensor | None) -> 
     out = check_out("broadcast", out, tuple(x.shape), x)
     with guarded(group):
         plan = spread_plan(group.rank, group.world_size, root, x.nbytes)
-        move(group, "broadcast", as_bytes(x.contiguous()), as_bytes(out), plan)
+        move(group, "broadcast", x.contiguous(), out, plan)
     return out
 
 

@@ -49,7 +49,7 @@ def _run(x: torch.Tensor, group: Group, rows: list[int], out: torch.Tensor | Non
     row_bytes = x.shape[1:].numel() * x.element_size()
     with guarded(group):
         plan = reduce_plan(group.rank, tuple(count * row_bytes for count in rows), scatter=True)
-        reduce(group, "reduce_scatter", x.contiguous().view(-1), out.view(-1), plan)
+        reduce(group, "reduce_scatter", x.contiguous(), out, plan)
     return out
 
 

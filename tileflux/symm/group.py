@@ -54,8 +54,6 @@ class Group:
         self._closed = False
         self._broken: PeerTimeout | None = None
         self._last_stream: torch.cuda.Stream | None = None
-        self.plan_tables: dict[object, torch.Tensor] = {}
-        """Device tables of ragged plans that movers have made, by plan."""
         transport.agree("group settings", (self.config, self.timeout_s, self.check_calls))
         self.guard = Guard(transport, self._workspace, self.timeout_s)
         _groups[self.name] = self

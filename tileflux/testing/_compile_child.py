@@ -112,6 +112,8 @@ def resolve(path: str) -> Any:
     place, _, name = path.rpartition(":")
     made = _module(place)
     for part in name.removesuffix("()").split("."):
+        if not hasattr(made, part):
+            raise ValueError(f"{path} is not there: {place} has no {part}")
         made = getattr(made, part)
     return made() if name.endswith("()") else made
 

@@ -13,6 +13,8 @@ from tileflux.errors import RankFailed
 
 __all__ = ["Failure", "Report", "failed", "rank_list", "timed_out"]
 
+_SUMMARY_CHARS = 300
+
 
 @dataclass(frozen=True)
 class Report:
@@ -32,7 +34,7 @@ class Report:
         """To be made where the error is caught."""
         now = time.monotonic()
         message = str(error).strip().splitlines()
-        summary = type(error).__name__ + (f": {message[0]}" if message else "")
+        summary = type(error).__name__ + (f": {message[0][:_SUMMARY_CHARS]}" if message else "")
         return cls(rank, now, None, error, summary, "".join(traceback.format_exception(error)))
 
     def to_bytes(self) -> bytes:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -325,8 +325,8 @@ def _diagnosis(log: Path, start: int) -> str:
 
 
 def _shorten(text: str, limit: int = 500) -> str:
-    """On one line; the end of a compiler's message says more than its beginning."""
-    text = " | ".join(line.strip() for line in text.splitlines() if line.strip())
+    """On one line; the end of a compiler's message says more than its beginning, but for ptxas's command line."""
+    text = " | ".join(line.strip() for line in text.split("Repro command:")[0].splitlines() if line.strip())
     return text if len(text) <= limit else "..." + text[-limit:]
 
 
@@ -345,8 +345,10 @@ def _check_path(path: str) -> None:
         raise ValueError(f"{path!r} should be 'module:name', 'file.py:name' or 'module:name()'")
 
 
-def _check_architectures(architectures: Iterable[int]) -> None:
+def _check_architectures(architectures: Sequence[int]) -> None:
     known = sorted(SHARED_MEMORY_BYTES)
     unknown = [arch for arch in architectures if arch not in known]
     if unknown:
         raise ValueError(f"architectures {unknown} should be among {known}")
+    if not architectures:
+        raise ValueError(f"no architectures: there should be at least one of {known}")

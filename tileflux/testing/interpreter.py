@@ -5,6 +5,7 @@ Stock Triton 3.6 (later versions alike where not said) under ``TRITON_INTERPRET=
 - computes with the raw bits of bf16 in ``tl.dot``, in arithmetic and in sums: garbage, and no error;
 - truncates fp32 to bf16 and rounds fp8 half away from zero, where the GPU rounds both to nearest even;
 - checks integer arithmetic for overflow, where compiled kernels wrap (flags rely on it);
+- makes loop variables Python ints, where compiled ones are tensors with a type and methods;
 - refuses inline asm and bf16 atomics, and with numpy >= 2.4 every loop over a kernel argument (3.6 only);
 - keeps the grid position in one global and patches ``tl`` around each launch, so two threads that launch at once get
   each other's program ids, or an error, or a wrong result;
@@ -18,6 +19,7 @@ over the launches of a thread. Uses private names of Triton throughout: a new Tr
 
 from __future__ import annotations
 
+import ast
 import inspect
 import itertools
 import threading
@@ -43,8 +45,9 @@ from tileflux.testing.interpreter_builder import (
     asm_functions,
     thread,
 )
+from tileflux.testing.interpreter_speed import np_dtype, shortcuts
 
-__all__ = ["Conductor", "conducted", "concurrent_programs", "install", "register_asm", "register_call", "scalar"]
+__all__ = ["Conductor", "concurrent_programs", "conducted", "conductor", "install", "register_asm", "register_call", "scalar"]
 
 _POLL_PAUSE_S = 50e-6  # an unsatisfied poll gives the core away: four ranks share two cores in CI
 
@@ -72,7 +75,11 @@ def install(concurrent_programs: int = 0) -> None:
     stock.interpreter_builder.__class__ = RepairedBuilder
     stock.InterpreterBuilder = RepairedBuilder
     stock.interpreter_builder.options = RepairedBuilder().options
+    stock._get_np_dtype = np_dtype
     stock.ReduceScanOpInterface.apply = _apply_reduction(stock.ReduceScanOpInterface.apply)
+    stock.ASTTransformer.visit_For = _visit_for
+    stock.tileflux_loop_range = _loop_range  # the rewriter hands this module's names to every kernel
+    stock.InterpretedFunction.rewritten_fn.clear()
     stock.InterpretedFunction.__call__ = _call_device_function
     stock.InterpretedFunction.rewrite = _rewrite(stock.InterpretedFunction.rewrite)
     stock.GridExecutor.__call__ = _launch
@@ -116,6 +123,11 @@ def conducted(conductor: Conductor) -> Iterator[None]:
         yield
     finally:
         thread.conductor = before
+
+
+def conductor() -> Conductor | None:
+    """Who conducts this thread, if anybody."""
+    return thread.conductor
 
 
 def scalar(value: Any) -> int:
@@ -178,9 +190,12 @@ def _language_changes() -> list[tuple[Any, str, Any, Any]]:
     stock._patch_lang_tensor(tl.tensor, scope)
     for language in (tl, tl.core):
         stock._patch_lang_core(language, scope)
+        scope.set_attr(language, "range", _loop_range)
     # numpy >= 2.4 no longer makes a number of a one-element array.
     scope.set_attr(tl.tensor, "__index__", scalar)
     scope.set_attr(tl.tensor, "__bool__", _truth)
+    for name, method in shortcuts(vars(tl.tensor)).items():
+        scope.set_attr(tl.tensor, name, method)
     # An attribute set twice has its stock value in the first record, and ours in the owner.
     first: dict[tuple[int, str], tuple[Any, str, Any]] = {}
     for owner, name, original in scope._changes:
@@ -221,6 +236,25 @@ def _apply_reduction(apply: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return apply_decoded
+
+
+def _visit_for(self: Any, node: ast.For) -> ast.For:
+    """Have ``for i in range(...)`` of a kernel loop over tensors, without touching ``range`` for its module's host code."""
+    self.generic_visit(node)
+    call = node.iter
+    if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "range":
+        call.func.id = "tileflux_loop_range"
+    return node
+
+
+def _loop_range(begin: Any, end: Any = None, step: Any = 1, **hints: Any) -> Iterator[Any]:
+    """``range`` and ``tl.range`` as compiled: int64 variables if a bound is, else int32."""
+    begin, end = (0, begin) if end is None else (begin, end)
+    bounds = [bound for bound in (begin, end, step) if isinstance(bound, tl.tensor)]
+    wide = any(bound.dtype.primitive_bitwidth == 64 for bound in bounds)
+    dtype, np_dtype = (tl.int64, np.int64) if wide else (tl.int32, np.int32)
+    for value in range(scalar(begin), scalar(end), scalar(step)):
+        yield tl.tensor(stock.TensorHandle(np.array([value], np_dtype), dtype), dtype)
 
 
 def _rewrite(rewrite: Callable[..., Any]) -> Callable[..., Any]:

@@ -88,7 +88,7 @@ class MpsDaemon:
                 return
             time.sleep(0.05)
         raise TransportUnavailable(
-            f"{_CONTROL} -d ended with code {started.returncode}, and no daemon answers: {self._logs() or 'empty logs'}",
+            f"{_CONTROL} -d ended with code {started.returncode}; no daemon answers: {self._logs() or 'empty logs'}",
             "check that this user may use the GPU, and that its compute mode is not Prohibited",
         )
 

@@ -9,9 +9,9 @@ D. Let ``u(D) = finfo(D).eps / 2`` be the relative error of one rounding.
   so they grow like ``sqrt(R)``, not R: about ``0.4 u(fp32) sqrt(R)`` of the result, for terms of mixed sign and
   for terms of one sign.
 
-So the norm of the error, relative to the norm of the expected values, may be ``2 u(D) + 2 u(fp32) sqrt(R)``: some five
-times what a right program shows with one rounding, and half of what one missing term in 16,000 does for bf16. The
-worst element may be off by three times that, relative to the larger of its own size and the root mean square of all:
+So the norm of the error, relative to the norm of the expected values, may be ``2 u(D) + 2 u(fp32) sqrt(R)``: some
+five times what a right program shows with one rounding, and in bf16 no more than what one missing term among 16,000
+changes. The worst element may be off by three times that, relative to the larger of its own size and the root mean square of all:
 a sum may come out near zero, but its error is that of its terms. The norm alone would pass one wrong element in a large
 tensor; the worst element alone would pass an error of all elements.
 
@@ -146,7 +146,7 @@ def _assert_within(
     if (num_wrong := int(wrong.sum())) > 0:
         index = _position(int(wrong.reshape(-1).to(torch.uint8).argmax()), actual.shape)
         raise AssertionError(
-            f"{prefix}{num_wrong} of {actual.numel()} elements are NaN or infinite on one side only; the first, at "
+            f"{prefix}{num_wrong} of {actual.numel()} elements are NaN or infinite and not the same; the first, at "
             f"{index}, is {actual[index].item()} instead of {expected[index].item()}"
         )
     num_finite = max(1, actual.numel() - int(special.sum()))

@@ -105,6 +105,17 @@ class Instruction:
         return reads and self.touches_global and not polls
 
     @property
+    def address(self) -> str:
+        """The register or symbol between the brackets of a memory access, without its offset."""
+        match = re.search(r"\[\s*([\w$%]+)", self.operands)
+        return match.group(1) if match else ""
+
+    def writes_register(self, name: str) -> bool:
+        """Whether ``name`` is in the first operand, be it a vector; a memory operand is none."""
+        first = self.operands.partition("}" if self.operands.startswith("{") else ",")[0]
+        return "[" not in first and name in re.findall(r"[\w$%]+", first)
+
+    @property
     def is_bulk_store(self) -> bool:
         """A TMA store or reduction into global memory."""
         return self._is_bulk_copy and self.words.index("global") < self.words.index("shared")
@@ -165,7 +176,7 @@ class Function:
     def at(self, index: int) -> str:
         """An instruction, as messages name it."""
         instruction = self.instructions[index]
-        return f"`{instruction.text}` (line {instruction.line} of the PTX, in {self.name})"
+        return f"`{instruction.text}` (PTX line {instruction.line})"
 
 
 def reach(
@@ -224,7 +235,7 @@ def _parse_body(name: str, ptx: str, start: int, line_starts: Sequence[int]) -> 
             line = bisect_right(line_starts, begin + len(statement) - len(text))
             parts = _INSTRUCTION.fullmatch(text)
             if parts is None:
-                raise ValueError(f"line {line} of the PTX is not an instruction: {text.strip()!r}")
+                raise ValueError(f"PTX line {line} is not an instruction: {text.strip()!r}")
             guard, opcode, operands = parts.groups()
             function.instructions.append(Instruction(line, opcode, operands.strip(), guard or "", block))
     function.successors = [
@@ -276,4 +287,4 @@ def _resolve(instruction: Instruction, name: str, table: Mapping[Name, Value]) -
     for depth in range(len(instruction.block), -1, -1):
         if (key := (instruction.block[:depth], name)) in table:
             return table[key]
-    raise ValueError(f"`{instruction.text}` (line {instruction.line} of the PTX) goes to a label that is not there")
+    raise ValueError(f"`{instruction.text}` (PTX line {instruction.line}) goes to a label that is not there")

@@ -52,8 +52,8 @@ def lint(ptx: str, *, waits: bool, signals: bool) -> list[str]:
 def waits_with_acquire(functions: Sequence[Function]) -> list[str]:
     """A wait polls and acquires at system scope: else it may never end, or data is read older than its flag.
 
-    The poll is an acquiring access, or a relaxed one with a fence after it. It lies in a loop that stores nothing:
-    a flag looked at once per turn of a working loop is not waited for.
+    The poll is an acquiring access, or a relaxed one with a fence after it. It lies in a loop that stores nothing
+    and leaves the flag's address alone: a loop that looks at one flag after another waits for none of them.
     """
     acquires = [(function, index) for function in functions for index in _acquires(function)]
     if not acquires:
@@ -97,30 +97,27 @@ def flags_have_system_scope(function: Function) -> list[str]:
 
 def barrier_follows_acquire(function: Function) -> list[str]:
     """One thread acquires for all: without a CTA barrier before the loads the others read data not yet there."""
-    problems = []
-    for acquire in _acquires(function):
+    unordered: dict[int, int] = {}  # load: acquire. One problem a load, however many polls lead to it.
+    for acquire in reversed(_acquires(function)):
         met = reach([acquire], function.successors, function.is_barrier)
-        loads = [index for index in met if function.instructions[index].loads_data]
-        if loads:
-            problems.append(
-                f"no CTA barrier between the acquire {function.at(acquire)} and the load {function.at(min(loads))}"
-            )
-    return problems
+        unordered |= {index: acquire for index in met if function.instructions[index].loads_data}
+    return [
+        f"no CTA barrier between the acquire {function.at(acquire)} and the load {function.at(load)}"
+        for load, acquire in sorted(unordered.items())
+    ]
 
 
 def proxy_fence_precedes_tma_load(function: Function) -> list[str]:
     """TMA reads through a proxy of its own, for which an acquire alone does not make peers' stores visible."""
     fences = set(function.where(_is_proxy_fence))
-    problems = []
-    for acquire in _acquires(function):
+    unordered: dict[int, int] = {}
+    for acquire in reversed(_acquires(function)):
         met = reach([acquire], function.successors, fences.__contains__)
-        loads = [index for index in met if function.instructions[index].is_bulk_load]
-        if loads:
-            problems.append(
-                f"no fence.proxy.async between the acquire {function.at(acquire)} "
-                f"and the TMA load {function.at(min(loads))}"
-            )
-    return problems
+        unordered |= {index: acquire for index in met if function.instructions[index].is_bulk_load}
+    return [
+        f"no fence.proxy.async between the acquire {function.at(acquire)} and the TMA load {function.at(load)}"
+        for load, acquire in sorted(unordered.items())
+    ]
 
 
 def barrier_precedes_release(function: Function) -> list[str]:
@@ -204,7 +201,12 @@ def _ends_fence(function: Function, index: int) -> bool:
 
 
 def _spins(function: Function, poll: int) -> bool:
-    return poll in reach([poll], function.successors, lambda index: function.instructions[index].stores_data)
+    address = function.instructions[poll].address
+
+    def moves_on(index: int) -> bool:
+        return function.instructions[index].stores_data or function.instructions[index].writes_register(address)
+
+    return poll in reach([poll], function.successors, moves_on)
 
 
 def _is_proxy_fence(instruction: Instruction) -> bool:

@@ -13,7 +13,7 @@ after them is not ordered after the write either.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 import numpy as np
@@ -100,6 +100,17 @@ class AddressMap:
             return [] if found is None else [Block(found, first - found.start, last + itemsize - found.start, itemsize)]
         return self._scattered(flat, itemsize)
 
+    def span(self, start: int, nbytes: int) -> list[Block]:
+        """The shared parts of ``nbytes`` bytes in a row."""
+        blocks = []
+        for range_ in self._ranges[max(bisect_right(self._starts, start) - 1, 0) :]:
+            low, high = max(start, range_.start), min(start + nbytes, range_.start + range_.nbytes)
+            if low < high:
+                blocks.append(Block(range_, low - range_.start, high - range_.start, 1))
+            if range_.start >= start + nbytes:
+                break
+        return blocks
+
     def _scattered(self, flat: Array, itemsize: int) -> list[Block]:
         blocks = []
         low, high = int(flat.min()), int(flat.max())
@@ -165,7 +176,7 @@ class RaceDetector:
         self._seed = seed
         self._clocks: list[Clock] = []
         self._capacity = 8
-        self._published: dict[int, Clock] = {}
+        self._published: dict[Hashable, Clock] = {}
         self._children: dict[tuple[int, int], int] = {}
         self._names: list[list[tuple[int, str]]] = []  # per slot: from which clock on, who
 
@@ -205,20 +216,20 @@ class RaceDetector:
         """What ``slot`` does next is not yet known to those that joined it."""
         self._clocks[slot][slot] += 1
 
-    def acquire(self, slot: int, address: int) -> None:
-        """Join what was published at an address."""
-        published = self._published.get(address)
+    def acquire(self, slot: int, where: Hashable) -> None:
+        """Join what was published at an address, or under another key."""
+        published = self._published.get(where)
         if published is not None:
             mine = self._clocks[slot][: len(published)]
             np.maximum(mine, published, out=mine)
 
-    def release(self, slot: int, address: int, keep: bool = False) -> None:
-        """Publish at an address; ``keep`` what others published there, as an atomic update does and a store does not."""
+    def release(self, slot: int, where: Hashable, keep: bool = False) -> None:
+        """Publish there; ``keep`` what others published there, as an atomic update does and a store does not."""
         clock = self._clocks[slot].copy()
-        before = self._published.get(address)
+        before = self._published.get(where)
         if keep and before is not None:
             np.maximum(clock[: len(before)], before, out=clock[: len(before)])
-        self._published[address] = clock
+        self._published[where] = clock
         self.tick(slot)
 
     def access(self, slot: int, kind: Check, block: Block) -> None:
@@ -280,5 +291,5 @@ class RaceDetector:
 
     def _forget_published(self, start: int, stop: int) -> None:
         """A plain store to a flag publishes nothing, and hides what was."""
-        for address in [a for a in self._published if start <= a < stop]:
+        for address in [a for a in self._published if isinstance(a, int) and start <= a < stop]:
             del self._published[address]

@@ -9,6 +9,7 @@ order or a ``RankFailed`` that begins with the first rank's traceback, and nothi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pickle
 import queue
 import sys
@@ -124,9 +125,10 @@ def _devices(where: str, device: torch.device, world_size: int) -> tuple[str, ..
     first = device.index or 0
     needed = world_size if where == "spawn" and device.index is None else first + 1
     if needed > num_gpus:
+        instead = "where='mps' lets ranks share one" if num_gpus else "where='fork' and 'virtual' need none"
         raise ValueError(
             f"device={str(device)!r} with where={where!r} and {world_size} ranks needs {needed} GPUs, and {num_gpus} "
-            "are visible; where='mps' lets ranks share one"
+            f"are visible; {instead}"
         )
     if where == "spawn" and device.index is None:
         return tuple(f"cuda:{rank}" for rank in range(world_size))
@@ -210,5 +212,7 @@ def _gather(threads: list[threading.Thread], reports: queue.SimpleQueue[Report],
 
 def _stack(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)
-    text = "" if frame is None else "".join(traceback.format_stack(frame))
+    frames = [] if frame is None else traceback.extract_stack(frame)
+    rank_frames = itertools.dropwhile(lambda entry: entry.filename in (threading.__file__, __file__), frames)
+    text = "".join(traceback.format_list(list(rank_frames)))
     return text + "  (a thread cannot be stopped: it goes on in the background)"

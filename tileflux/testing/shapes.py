@@ -30,6 +30,6 @@ MESSAGE_SHAPES: tuple[MessageShape, ...] = (
     MessageShape("odd_columns", (12, 5), "rows of every common world, but no row is a multiple of 16 bytes"),
     MessageShape("aligned", (48, 128), "divides by every world of 2, 3, 4, 6 or 8 ranks, in whole 16-byte units"),
     MessageShape("past_slot", (257, 129), "66,306 bytes in bf16: just over one slot of 64 KiB"),
-    MessageShape("many_slots", (1031, 192), "six slots of 64 KiB in bf16, the last one not full"),
+    MessageShape("many_slots", (1031, 192), "six slots of 64 KiB in bf16, and a little of a seventh"),
 )
 """Per-rank messages for collectives, from nothing to several slots. Every dtype and world size should pass all."""

@@ -11,26 +11,22 @@ unnoticed (the compile gate looks for those); accesses by torch on the host are 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from tileflux import env
-from tileflux.symm.host_copy import HostCopier
-from tileflux.symm.host_signal import HostWords, reached, wrap
-from tileflux.symm.local import LocalTransport
-from tileflux.symm.workspace import Region, Workspace
+from tileflux.config import CommConfig
+from tileflux.symm.group import local_groups
+from tileflux.symm.host_signal import wrap
 from tileflux.testing import interpreter
 from tileflux.testing.coroutines import Coroutine, Scheduler
 from tileflux.testing.interpreter_builder import AccessKind, Array, Order
-from tileflux.testing.races import AddressMap, RaceDetector, SharedRange
-
-if TYPE_CHECKING:
-    from tileflux.config import CommConfig
-    from tileflux.symm.group import Group
+from tileflux.testing.races import AddressMap, Block, RaceDetector, SharedRange
+from tileflux.testing.simulated_host import simulated_host
 
 __all__ = ["Simulator", "simulate"]
 
@@ -50,6 +46,7 @@ class Simulator:
         self._races = RaceDetector(seed) if races else None
         self._switch_everywhere = switch_everywhere
         self._roots: list[Coroutine] = []
+        self._named_slots: dict[str, int] = {}
         self._kept_alive: list[torch.Tensor] = []
 
     @property
@@ -85,22 +82,43 @@ class Simulator:
         self._scheduler.run()
         return [root.result for root in self._roots]
 
-    # What a running coroutine does on the host.
+    # What host code does in a running coroutine.
+
+    @property
+    def here(self) -> bool:
+        """Whether the calling thread is one of this simulation's coroutines."""
+        return interpreter.conductor() is self
 
     def block_until(self, ready: Callable[[], bool], what: str) -> None:
         """Let others run until ``ready()``; ``what`` says what is waited for if that never comes."""
         self._scheduler.block(_HostWait(ready, what))
 
-    def release(self, address: int) -> None:
-        """The running coroutine publishes what it has done at a flag, which it sets next."""
+    def release(self, where: Hashable) -> None:
+        """Publish what the coroutine has done at a flag's address, or at any other key that an ``acquire`` will name."""
         self._scheduler.switch()
         if self._races is not None:
-            self._races.release(self._slot, address)
+            self._races.release(self._slot, where)
 
-    def acquire(self, address: int) -> None:
-        """What was published at a flag comes before what the running coroutine does next."""
+    def acquire(self, where: Hashable) -> None:
+        """What was published at ``where`` comes before what the coroutine does next."""
         if self._races is not None:
-            self._races.acquire(self._slot, address)
+            self._races.acquire(self._slot, where)
+
+    def touch(self, kind: AccessKind, memory: torch.Tensor) -> None:
+        """Host code is about to read or write all of ``memory``, which is contiguous."""
+        blocks = self._memory.span(memory.data_ptr(), memory.nbytes)
+        if blocks:
+            self._scheduler.switch()
+        if self._races is not None:
+            for block in blocks:
+                self._races.access(self._slot, kind, block)
+
+    def go_on_as(self, name: str, function: Callable[[], Any]) -> Coroutine:
+        """Start a coroutine that comes after the earlier ones of that name, which must have ended."""
+        slot = self._named_slots.get(name)
+        if slot is None and self._races is not None:
+            slot = self._named_slots[name] = self._races.start(name)
+        return self._new_coroutine(function, name, slot)
 
     # What kernels do: the interpreter's Conductor.
 
@@ -142,9 +160,10 @@ class Simulator:
         word = ctypes.c_int32.from_address(address)
         self._scheduler.block(_FlagWait(self._memory, address, word, wanted))
         if self._races is not None:
-            found = self._memory.find(address)
-            if found is not None:
-                self._races.poll(self._slot, found, address)
+            shared = self._memory.find(address)
+            if shared is not None:
+                offset = address - shared.start
+                self._races.access(self._slot, "poll", Block(shared, offset, offset + 4, 4))
             self._races.acquire(self._slot, address)
         return word.value
 
@@ -199,3 +218,29 @@ def _position_text(position: tuple[int, int, int]) -> str:
     while len(shown) > 1 and shown[-1] == 0:
         shown.pop()
     return str(shown)
+
+
+def simulate(
+    function: Callable[..., T],
+    world_size: int,
+    *,
+    seed: int,
+    args: Sequence[Any] = (),
+    config: CommConfig | None = None,
+    races: bool = True,
+    max_steps: int = 200_000,
+) -> list[T]:
+    """Run ``function(group, *args)`` for every rank of a new virtual group; returns the results by rank.
+
+    The ranks' collectives run their kernels interpreted. All regions of the group are shared memory to the simulator.
+    """
+    simulator = Simulator(seed, races=races, max_steps=max_steps)
+    with env.scoped({"TILEFLUX_CPU_BACKEND": "interpret"}), simulated_host(simulator):
+        groups = local_groups(world_size, "cpu", config=config)
+        try:
+            for group in groups:
+                simulator.spawn(partial(function, group, *args), f"rank {group.rank}")
+            return simulator.run()
+        finally:
+            for group in groups:
+                group.close()
