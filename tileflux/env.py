@@ -6,6 +6,7 @@ Each reader is a function, so that a test or a launcher may change the variable 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -131,7 +132,7 @@ def _positive_float(name: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if value <= 0:
+    if not 0 < value < math.inf:  # false for NaN too
         raise ValueError(f"{name}={text!r} is not a positive number of seconds, such as {default:g}")
     return value
 

@@ -31,7 +31,7 @@ def wait_and_load(src, dst, flag, epoch, guard, BLOCK: tl.constexpr):
 
 @triton.jit
 def exchange(src, dst, inbox, flag, ack, epoch, guard, num_chunks, BLOCK: tl.constexpr, SIGNAL: tl.constexpr = True):
-    for chunk in range(0, num_chunks):
+    for chunk in range(num_chunks):
         offsets = chunk * BLOCK + tl.arange(0, BLOCK)
         tl.store(dst + offsets, tl.load(src + offsets))
         if SIGNAL:
@@ -65,7 +65,7 @@ def wait_without_acquire(src, dst, flag, epoch, BLOCK: tl.constexpr):
 
 @triton.jit
 def look_once(src, dst, flag, epoch, num_chunks, BLOCK: tl.constexpr):
-    for chunk in range(0, num_chunks):
+    for chunk in range(num_chunks):
         if tl.atomic_add(flag + chunk, 0, sem="acquire", scope="sys") >= epoch:
             offsets = chunk * BLOCK + tl.arange(0, BLOCK)
             tl.store(dst + offsets, tl.load(src + offsets))

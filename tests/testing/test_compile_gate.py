@@ -278,25 +278,28 @@ def test_no_reports_do_not_pass() -> None:
         assert_clean([])
 
 
-def test_deadline_cache_and_chosen_architectures(tmp_path: Path) -> None:
-    good = case("store_and_signal", "src dst flag epoch", archs=(80, 90), signals=True)
-    start = time.monotonic()
-    slow, fine = run_gate([case("hang()", "src"), good], archs=[90], jobs=1, deadline_s=10, cache_dir=tmp_path)
-    assert only_problem(slow) == "took longer than 10 s to compile"
-    assert time.monotonic() - start < 60
-    fine.check()
-    assert (fine.case, fine.arch) == ("store_and_signal", 90)
-    assert list(tmp_path.rglob("*.cubin"))
+def test_deadline() -> None:
+    (report,) = run_gate([case("hang()", "src")], deadline_s=1)
+    assert only_problem(report) == "took longer than 1 s to compile"
+    assert report.seconds < 60
+
+
+def test_kept_cache_and_chosen_architectures(tmp_path: Path) -> None:
+    two = case("store_and_signal", "src dst flag epoch", archs=(80, 90), signals=True)
+    (report,) = run_gate([two], archs=[90], cache_dir=tmp_path)
+    report.check()
+    assert report.arch == 90
+    assert len(list(tmp_path.rglob("*.cubin"))) == 1
 
 
 def test_an_interrupt_ends_the_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever reaches the caller from outside must not leave it waiting for the children's deadline."""
     monkeypatch.setattr("concurrent.futures.Future.result", lambda future: _interrupt_after(2.0))
-    start = time.monotonic()
+    start, num_threads = time.monotonic(), threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         run_gate([case("hang()", "src"), case("hang()", "dst", name="second")], jobs=1, deadline_s=300)
     assert time.monotonic() - start < 60
-    assert threading.active_count() == 1
+    assert threading.active_count() == num_threads
 
 
 def _interrupt_after(seconds: float) -> None:

@@ -112,5 +112,5 @@ class Transport(abc.ABC):
         return ""
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """Let go of threads, streams and handles. Never waits for a peer."""
+    def close(self, *, orderly: bool) -> None:
+        """Let go of threads, streams and memory. ``orderly``: nothing went wrong, and peers are closing too."""

@@ -21,6 +21,10 @@ from tileflux.symm.stream_copy import StreamCopier
 __all__ = ["CudaTransport", "has_multicast", "write_flag"]
 
 
+_CLOSING_S = 5.0
+_kept_mapped: list[Segment] = []
+
+
 class CudaTransport(ProcessTransport):
     """Ranks are processes, and tensors are on GPUs."""
 
@@ -47,6 +51,7 @@ class CudaTransport(ProcessTransport):
             num_sms=device_info.num_sms(self.device),
         )
         self._copier = StreamCopier(self.device)
+        self._segments: list[Segment] = []
         self._alarm = torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
     def allocate(self, nbytes: int) -> Segment:
@@ -63,7 +68,9 @@ class CudaTransport(ProcessTransport):
             torch.cuda.current_stream(self.device).synchronize()
         self.rendezvous.exchange("allocating symmetric memory", nbytes)
         multicast = int(handle.multicast_ptr or 0) if self.traits.has_multicast else 0
-        return Segment(nbytes, views, multicast_address=multicast, keep_alive=(mine, handle))
+        segment = Segment(nbytes, views, multicast_address=multicast, keep_alive=(mine, handle))
+        self._segments.append(segment)
+        return segment
 
     def copy_async(self, dst: torch.Tensor, src: torch.Tensor, signal: FlagWrite | None) -> Copy:
         """On this rank's copy stream."""
@@ -73,9 +80,16 @@ class CudaTransport(ProcessTransport):
         """Pinned host memory."""
         return self._alarm
 
-    def close(self) -> None:
-        """Forget the copy stream."""
+    def close(self, *, orderly: bool) -> None:
+        """Free the memory once every rank has come here; without them keep it, since peers may still write to it.
+
+        A peer's last acknowledgement may arrive after our last kernel has ended. In memory that has been freed and
+        allocated again, it would be somebody else's flag.
+        """
         self._copier.close()
+        if not orderly or self.barrier(_CLOSING_S):
+            _kept_mapped.extend(self._segments)
+        self._segments.clear()
 
 
 def has_multicast(device: torch.device) -> bool:

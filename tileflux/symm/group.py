@@ -56,6 +56,7 @@ class Group:
         self._last_stream: torch.cuda.Stream | None = None
         transport.agree("group settings", (self.config, self.timeout_s, self.check_calls))
         self.guard = Guard(transport, self._workspace, self.timeout_s)
+        self.mailbox = Mailbox(self._workspace, self.rank, self.world_size, self.config)
         _groups[self.name] = self
 
     @classmethod
@@ -140,11 +141,6 @@ class Group:
         return self._workspace.region(name, nbytes, owner=owner, grow=grow, describe=describe)
 
     @functools.cached_property
-    def mailbox(self) -> Mailbox:
-        """Slots and flags that collectives use. Collective on first use."""
-        return Mailbox(self._workspace, self.rank, self.world_size, self.config)
-
-    @functools.cached_property
     def channels(self) -> HostChannels:
         """The mailbox's channels as the CPU works them."""
         return HostChannels(self.mailbox, self.guard)
@@ -216,7 +212,10 @@ class Group:
         return self._workspace.summary()
 
     def close(self) -> None:
-        """Let go of memory, threads and streams. Works on a broken group too, and twice. Never waits for a peer."""
+        """Let go of memory, threads and streams. Works on a broken group too, and twice."""
+        self._close(orderly=self._broken is None)
+
+    def _close(self, *, orderly: bool) -> None:
         if self._closed:
             return
         self._closed = True
@@ -224,10 +223,11 @@ class Group:
         if self.device.type == "cuda":
             # Kernels in flight still use the memory; their waits have deadlines, so this ends.
             torch.cuda.current_stream(self.device).synchronize()
-        self._transport.close()
-        for name in ("mailbox", "channels"):
-            self.__dict__.pop(name, None)
+            orderly = orderly and not self.guard.alarmed
+        self.__dict__.pop("channels", None)
+        del self.guard, self.mailbox
         self._workspace.close()
+        self._transport.close(orderly=orderly)
 
     def __enter__(self) -> Group:
         return self
@@ -235,7 +235,7 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self._close(orderly=error is None and self._broken is None)
 
     def __repr__(self) -> str:
         return f"Group({self.name}, rank {self.rank} of {self.world_size}, {self.device})"

@@ -110,7 +110,7 @@ class LocalTransport(Transport):
         """Pinned where a GPU writes it."""
         return self._alarm
 
-    def close(self) -> None:
+    def close(self, *, orderly: bool) -> None:
         """End the worker thread."""
         self._copier.close()
 

@@ -60,7 +60,7 @@ class ShmTransport(ProcessTransport):
         """Ordinary memory: interpreted kernels write it."""
         return self._alarm
 
-    def close(self) -> None:
+    def close(self, *, orderly: bool) -> None:
         """End the worker thread. Mappings go with the last tensor that uses them."""
         self._copier.close()
 

@@ -12,7 +12,7 @@ Stock Triton 3.6 (later versions alike where not said) under ``TRITON_INTERPRET=
 - runs the programs of a launch one after another, so one that waits for a later one never ends;
 - copies CPU arguments onto themselves after a launch, under the hands of a peer that may be writing there.
 
-``install()`` mends all of these; the arithmetic is in ``testing/interpreter_builder.py``. Device functions can be
+``install()`` mends all of these; the arithmetic is in ``testing/_interpreter_builder.py``. Device functions can be
 intercepted by ``register_call``, inline asm is given a meaning by ``register_asm``, and a ``Conductor`` (the simulator) can take
 over the launches of a thread. Uses private names of Triton throughout: a new Triton version is tried here first.
 """
@@ -37,7 +37,7 @@ from triton.runtime.errors import InterpreterError
 from tileflux import env
 from tileflux.errors import TilefluxError
 from tileflux.lang import signal as lang_signal
-from tileflux.testing.interpreter_builder import (
+from tileflux.testing._interpreter_builder import (
     Array,
     AsmFunction,
     Conductor,
@@ -45,7 +45,7 @@ from tileflux.testing.interpreter_builder import (
     asm_functions,
     thread,
 )
-from tileflux.testing.interpreter_speed import np_dtype, shortcuts
+from tileflux.testing._interpreter_speed import np_dtype, shortcuts
 
 __all__ = ["Conductor", "concurrent_programs", "conducted", "conductor", "install", "register_asm", "register_call", "scalar"]
 

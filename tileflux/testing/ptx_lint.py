@@ -37,7 +37,7 @@ def lint(ptx: str, *, waits: bool, signals: bool) -> list[str]:
     problems = []
     if waits:
         problems += waits_with_acquire(functions)
-    if signals:
+    if True:
         problems += signals_with_release(functions)
     for function in functions:
         if waits or signals:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tileflux.errors import DataRace
-from tileflux.testing.interpreter_builder import AccessKind, Array
+from tileflux.testing._interpreter_builder import AccessKind, Array
 
 __all__ = ["AddressMap", "Block", "RaceDetector", "SharedRange"]
 

@@ -24,9 +24,9 @@ from tileflux.symm.group import local_groups
 from tileflux.symm.host_signal import wrap
 from tileflux.testing import interpreter
 from tileflux.testing.coroutines import Coroutine, Scheduler
-from tileflux.testing.interpreter_builder import AccessKind, Array, Order
+from tileflux.testing._interpreter_builder import AccessKind, Array, Order
 from tileflux.testing.races import AddressMap, Block, RaceDetector, SharedRange
-from tileflux.testing.simulated_host import simulated_host
+from tileflux.testing._simulated_host import simulated_host
 
 __all__ = ["Simulator", "simulate"]
 

@@ -14,7 +14,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter as stock
 
-from tileflux.testing.interpreter_builder import Array
+from tileflux.testing._interpreter_builder import Array
 
 __all__ = ["np_dtype", "shortcuts"]
 
@@ -57,6 +57,11 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
     self.numel, self.shape = known
 
 
+def _is_int(type_: Any) -> bool:
+    """Whether this is the type of an ordinary scalar integer, rather than of a block, a pointer or a rarer number."""
+    return type_ is tl.int32 or type_ is tl.int64
+
+
 def _divide(a: Array, b: Any) -> Array:
     return np.asarray((a - np.fmod(a, b)) // b)  # towards zero
 
@@ -87,7 +92,7 @@ def _scalar_method(way: tuple[Callable[..., Array], bool], way_round: Callable[.
 
     def method(self: Any, other: Any, **kwargs: Any) -> Any:
         type_ = self.type
-        if type_ is tl.int32 or type_ is tl.int64:
+        if _is_int(type_):
             if type(other) is int and -0x80000000 <= other < 0x80000000:
                 data = op(self.handle.data, other)
             elif isinstance(other, tl.tensor) and other.type is type_:
@@ -105,7 +110,7 @@ def _add_method(way_round: Callable[..., Any]) -> Callable[..., Any]:
 
     def method(self: Any, other: Any, **kwargs: Any) -> Any:
         if isinstance(self.type, tl.pointer_type) and isinstance(other, tl.tensor):
-            if other.type is tl.int32 or other.type is tl.int64:
+            if _is_int(other.type):
                 itemsize = max(1, self.type.element_ty.primitive_bitwidth // 8)
                 data = self.handle.data + itemsize * other.handle.data.astype(np.uint64)
                 return tl.tensor(stock.TensorHandle(data, self.handle.dtype), self.type)
@@ -118,7 +123,7 @@ def _to_method(way_round: Callable[..., Any]) -> Callable[..., Any]:
     """From int32 to int64, and back."""
 
     def method(self: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
-        if (self.type is tl.int32 or self.type is tl.int64) and (dtype is tl.int32 or dtype is tl.int64):
+        if not args and not kwargs and _is_int(self.type) and _is_int(dtype):
             return tl.tensor(stock.TensorHandle(self.handle.data.astype(_NP_DTYPES[dtype.name]), dtype), dtype)
         return way_round(self, dtype, *args, **kwargs)
 
