@@ -143,18 +143,20 @@ def test_cuda_graph_replays_count_on() -> None:
 def _soak_gpu(group: Group, num_calls: int) -> None:
     """Many calls queued without a look, random sizes from a shared seed; then every result."""
     draws = random.Random(3)
-    pending = []
+    calls = []
     for call in range(num_calls):
         collective = draws.choice(COLLECTIVES)
         shape = (draws.randrange(0, 300), draws.randrange(1, 200))
         drawn = collective.prepare(random_inputs(group.world_size, shape, torch.bfloat16, call))
         expected = collective.expect(drawn, group.rank)
         out = torch.full(tuple(expected.shape), float("nan"), dtype=torch.bfloat16, device=group.device)
-        collective.run(group, [x.to(group.device) for x in drawn], out)
-        pending.append((call, collective.name, out, expected))
+        calls.append((collective, [x.to(group.device) for x in drawn], out, expected))
+    group.barrier()
+    for collective, xs, out, _ in calls:
+        collective.run(group, xs, out)
     group.synchronize()
-    for call, name, out, expected in pending:
-        assert torch.equal(out.cpu(), expected), f"call {call}: {name} on rank {group.rank}"
+    for call, (collective, _, out, expected) in enumerate(calls):
+        assert torch.equal(out.cpu(), expected), f"call {call}: {collective.name} on rank {group.rank}"
 
 
 @pytest.mark.gpu

@@ -111,6 +111,10 @@ def test_virtual_rank_on_a_gpu_that_never_calls(op: str) -> None:
     groups = tileflux.local_groups(3, "cuda", timeout_s=1.0)
     x = torch.randn(100_000, device="cuda")
     torch.cuda.synchronize()
+    for group in groups:  # compiles
+        with torch.cuda.stream(group.stream):
+            tileflux.barrier(group=group)
+    torch.cuda.synchronize()
     start = time.monotonic()
     for rank in (0, 2):
         with torch.cuda.stream(groups[rank].stream):

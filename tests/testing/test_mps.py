@@ -34,6 +34,7 @@ STAND_IN = """\
             time.sleep(600)
     elif (folder / "pid").exists():
         command = sys.stdin.read().split()
+        pathlib.Path(__file__).with_name("asked").write_text(" ".join(command))
         if command[0] == "quit" and mode != "stubborn":
             os.kill(int((folder / "pid").read_text()), signal.SIGTERM)
         elif command[0].startswith("get_"):
@@ -81,6 +82,7 @@ def test_a_daemon_runs_between_enter_and_exit(stand_in: Path) -> None:
         assert Path(str(variables["CUDA_MPS_PIPE_DIRECTORY"])).is_dir()
         assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
     assert _daemons(stand_in.parent) == []
+    assert stand_in.with_name("asked").read_text().startswith("quit -t ")
     with pytest.raises(ValueError, match="not running"):
         daemon.client_variables(25)
     daemon.close()

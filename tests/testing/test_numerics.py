@@ -76,11 +76,14 @@ def test_a_small_error_of_all_elements_fails() -> None:
 
 
 def test_a_small_element_may_be_off_by_the_scale_of_the_others_but_not_more() -> None:
-    expected = torch.tensor([1.0, -1.0, 1e-6, 1.0], dtype=torch.float32)
-    limit = tolerance(torch.float32).element * math.sqrt(3 / 4)
-    assert_close(expected + torch.tensor([0, 0, 0.4 * limit, 0]), expected)
-    with pytest.raises(AssertionError, match=r"at \(2,\)"):
-        assert_close(expected + torch.tensor([0, 0, 1.5 * limit, 0]), expected)
+    expected = torch.ones(10_000, dtype=torch.float64)
+    expected[77] = 1e-12
+    limit = tolerance(torch.float64).element
+    error = torch.zeros_like(expected)
+    error[77] = 1.0
+    assert_close(expected + 0.99 * limit * error, expected)
+    with pytest.raises(AssertionError, match=r"at \(77,\).* Elements out of bounds: 1 of 10000"):
+        assert_close(expected + 1.01 * limit * error, expected)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -49,6 +49,12 @@ def test_wait_without_acquire() -> None:
     assert "nothing acquires at sys scope" in only_problem(relaxed, LOAD, waits=True)
 
 
+def test_wait_at_narrow_scope() -> None:
+    missing, narrow = problems(SPIN.replace("sys", "gpu"), LOAD, waits=True)
+    assert "nothing acquires at sys scope" in missing
+    assert "orders at gpu scope" in narrow
+
+
 def test_missing_wait() -> None:
     assert "nothing acquires" in only_problem(LOAD, STORE, waits=True)
     assert problems(LOAD, STORE, waits=False) == []
@@ -96,6 +102,8 @@ def test_relaxed_poll_with_fence(fence: str) -> None:
 
 def test_fence_after_nothing_polled_is_no_acquire() -> None:
     assert "nothing acquires" in only_problem("fence.acq_rel.sys;", BARRIER, LOAD, waits=True)
+    spin = ("$L__SPIN:", "@%p1 ld.relaxed.sys.global.b32 %r4, [%rd4];", "@%p2 bra $L__SPIN;")
+    assert "nothing acquires" in only_problem(*spin, BARRIER, "fence.acq_rel.sys;", BARRIER, LOAD, waits=True)
 
 
 # A signal releases.
@@ -103,6 +111,10 @@ def test_fence_after_nothing_polled_is_no_acquire() -> None:
 
 def test_missing_signal() -> None:
     assert "nothing releases at sys scope" in only_problem(STORE, BARRIER, signals=True)
+
+
+def test_fence_before_no_store_is_no_signal() -> None:
+    assert "nothing releases" in only_problem(STORE, BARRIER, "fence.acq_rel.sys;", BARRIER, STORE, signals=True)
 
 
 def test_record_of_a_wait_that_gave_up_is_no_signal() -> None:
@@ -227,6 +239,7 @@ def test_guarded_barrier_does_not_count() -> None:
         "st.b32 [%rd1], %r1;",
         "red.global.add.f32 [%rd1], %r1;",
         "multimem.st.relaxed.sys.global.b32 [%rd1], %r1;",
+        "multimem.red.relaxed.sys.global.add.f32 [%rd1], %r1;",
         "call.uni helper, (param0);",
     ],
 )

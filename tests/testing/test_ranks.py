@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tileflux.errors import PeerTimeout, RankFailed
+from tileflux.errors import GroupClosed, PeerTimeout, RankFailed
 from tileflux.testing.ranks import Died, run_ranks
 
 THREADS_TOO = pytest.mark.parametrize("where", ["fork", "virtual"])
@@ -78,9 +78,12 @@ def test_processes_get_a_group_and_a_process_group(where: Any) -> None:
     assert run_ranks(gathered, 2, where=where, device="cpu") == [(rank, [0, 1]) for rank in range(2)]
 
 
-def test_virtual_ranks_get_groups_of_one_world() -> None:
-    results = run_ranks(lambda group: (group.rank, group.transport, group.barrier()), 3, where="virtual")
-    assert results == [(rank, "local", None) for rank in range(3)]
+def test_virtual_ranks_get_groups_of_one_world_which_are_closed_behind_them() -> None:
+    results = run_ranks(lambda group: (group.rank, group.transport, group.barrier(), group), 3, where="virtual")
+    assert [result[:3] for result in results] == [(rank, "local", None) for rank in range(3)]
+    for *_, group in results:
+        with pytest.raises(GroupClosed):
+            group.barrier()
 
 
 @THREADS_TOO

@@ -16,9 +16,8 @@ NUM_WARPS = 8
 BLOCK_BYTES = 16 * 1024
 """Bytes a program of 8 warps has in flight: four 16-byte loads a thread."""
 
-_MAX_TABLES = 1024
-_tables: weakref.WeakKeyDictionary[Group, dict[MovePlan, torch.Tensor]] = weakref.WeakKeyDictionary()
-_captured: weakref.WeakKeyDictionary[Group, dict[MovePlan, torch.Tensor]] = weakref.WeakKeyDictionary()
+_NUM_ROWS = 1024
+_tables: weakref.WeakKeyDictionary[Group, _PlanTables] = weakref.WeakKeyDictionary()
 
 
 def on_host(group: Group) -> bool:
@@ -31,25 +30,50 @@ def extents_table(group: Group, plan: MovePlan) -> tuple[int, torch.Tensor]:
 
     For an even plan (0, any tensor): the kernel gets lengths and strides as arguments and reads no table.
     """
+    tables = _tables.get(group)
+    if tables is None:
+        tables = _tables[group] = _PlanTables(group)
     if plan.even is not None:
         return 0, group.guard.table
-    tables = _tables.setdefault(group, {})
-    capturing = group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if plan not in tables:
+    return 1, tables.find(plan)
+
+
+class _PlanTables:
+    """Device tables of ragged plans, in memory allocated once: the hot path must neither allocate nor pin."""
+
+    def __init__(self, group: Group) -> None:
+        shape = (_NUM_ROWS, 4 * group.world_size)
+        self._on_gpu = group.device.type == "cuda"
+        self._host = torch.empty(shape, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._device = torch.empty(shape, dtype=torch.int64, device=group.device) if self._on_gpu else self._host
+        self._free = list(range(_NUM_ROWS))
+        self._rows: dict[MovePlan, int] = {}
+        self._captured: set[MovePlan] = set()
+
+    def find(self, plan: MovePlan) -> torch.Tensor:
+        capturing = self._on_gpu and torch.cuda.is_current_stream_capturing()
+        row = self._rows.get(plan)
+        if row is None:
+            if capturing:
+                raise ValueError("these per-rank sizes are new: make the call once before capturing it in a CUDA graph")
+            row = self._rows[plan] = self._upload(plan)
         if capturing:
-            raise ValueError("these per-rank sizes are new: make the call once before capturing it in a CUDA graph")
-        while len(tables) >= _MAX_TABLES:
-            del tables[next(iter(tables))]
-        tables[plan] = _upload(group, plan)
-    if capturing:
-        # A replay reads the table long after it has been pushed out of the cache.
-        _captured.setdefault(group, {})[plan] = tables[plan]
-    return 1, tables[plan]
+            self._captured.add(plan)  # replays read the row for as long as the group lives
+        return self._device[row]
 
+    def _upload(self, plan: MovePlan) -> int:
+        if not self._free:
+            self._make_room()
+        row = self._free.pop()
+        self._host[row] = torch.tensor(plan.table, dtype=torch.int64)
+        if self._on_gpu:
+            self._device[row].copy_(self._host[row], non_blocking=True)
+        return row
 
-def _upload(group: Group, plan: MovePlan) -> torch.Tensor:
-    table = torch.tensor(plan.table, dtype=torch.int64)
-    if group.device.type == "cpu":
-        return table
-    # Pinned: a pageable copy would hold the host until this stream has run dry.
-    return table.pin_memory().to(group.device, non_blocking=True)
+    def _make_room(self) -> None:
+        old = [plan for plan in self._rows if plan not in self._captured]
+        if not old:
+            raise ValueError(f"CUDA graphs of this group hold {_NUM_ROWS} different lists of per-rank sizes; close it")
+        if self._on_gpu:
+            torch.cuda.current_stream().synchronize()  # pinned rows may still be on their way
+        self._free = [self._rows.pop(plan) for plan in old]

@@ -7,6 +7,7 @@ nothing to do, before its first collective.
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import torch
@@ -19,6 +20,8 @@ from tileflux.symm.group import Group
 __all__ = ["prepare"]
 
 _prepared: weakref.WeakSet[Group] = weakref.WeakSet()
+# Two virtual ranks that compile the same kernel at once both load a copy, and the second load meets the first's kernel.
+_lock = threading.Lock()
 
 
 def prepare(group: Group) -> None:
@@ -27,6 +30,12 @@ def prepare(group: Group) -> None:
         return
     if torch.cuda.is_current_stream_capturing():
         raise ValueError("the first collective of a group loads kernels: make one before capturing a CUDA graph")
+    with _lock:
+        _launch_all(group)
+    _prepared.add(group)
+
+
+def _launch_all(group: Group) -> None:
     nothing = (0,) * group.world_size
     empty = torch.empty(0, dtype=torch.uint8, device=group.device)
     launch_move(group, "prepare", empty, empty, permute_plan(group.rank, nothing, nothing, True), 0)
@@ -34,4 +43,3 @@ def prepare(group: Group) -> None:
         empty = torch.empty(0, dtype=dtype, device=group.device)
         launch_reduce(group, "prepare", empty, empty, reduce_plan(group.rank, nothing, scatter=False))
     torch.cuda.current_stream(group.device).synchronize()
-    _prepared.add(group)

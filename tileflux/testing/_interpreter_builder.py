@@ -1,6 +1,6 @@
 """What one interpreted operation computes: Triton's interpreter builder, repaired.
 
-``testing/interpreter.py`` installs it and says what is repaired and why. Triton keeps bf16 as raw uint16 and fp8 as raw
+``interpreter.py`` installs it and says what is repaired and why. Triton keeps bf16 as raw uint16 and fp8 as raw
 uint8; the stock builder computes with those bit patterns nearly everywhere. Here a value is decoded to fp32, computed
 with, and encoded again, rounding to nearest even as the GPU does.
 """
@@ -17,10 +17,22 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter as stock
 
-__all__ = ["AccessKind", "Array", "AsmFunction", "Conductor", "Order", "RepairedBuilder", "asm_functions", "thread"]
+__all__ = [
+    "AccessKind",
+    "Array",
+    "AsmFunction",
+    "Conductor",
+    "Order",
+    "Program",
+    "RepairedBuilder",
+    "asm_functions",
+    "thread",
+]
 
 Array = npt.NDArray[Any]
 AsmFunction = Callable[..., "Array | Sequence[Array | None] | None"]
+Program = tuple[tuple[int, int, int], Callable[[], None]]
+"""Grid position and body of one program of a launch."""
 AccessKind = Literal["load", "store", "atomic"]
 Order = Literal["", "relaxed", "acquire", "release", "acq_rel"]
 
@@ -42,8 +54,8 @@ _UINT8, _UINT16 = np.dtype(np.uint8), np.dtype(np.uint16)
 class Conductor(Protocol):
     """Takes charge of the kernels launched on a thread: when their programs run, and what they may see of memory."""
 
-    def launch(self, kernel: str, programs: Sequence[tuple[tuple[int, int, int], Callable[[], None]]]) -> None:
-        """Run every program (grid position, body) and return when all have ended."""
+    def launch(self, kernel: str, programs: Sequence[Program]) -> None:
+        """Run every program and return when all have ended."""
 
     def access(self, kind: AccessKind, addresses: Array, mask: Array, itemsize: int, order: Order) -> None:
         """Called before an access of ``itemsize`` bytes at each address whose mask is true."""
@@ -189,7 +201,7 @@ def _codes(dtype: Any) -> bool:
 
 def _is_coded(handle: Any) -> bool:
     dtype = handle.data.dtype
-    return (dtype == _UINT16 or dtype == _UINT8) and _codes(handle.dtype.scalar)
+    return dtype in (_UINT16, _UINT8) and _codes(handle.dtype.scalar)
 
 
 def _decode(handle: Any) -> Array:
@@ -197,7 +209,8 @@ def _decode(handle: Any) -> Array:
     if not _is_coded(handle):
         return np.asarray(handle.data)
     if handle.dtype.scalar.name == "bf16":
-        return (handle.data.astype(np.uint32, order="C") << 16).view(np.float32)
+        bits: npt.NDArray[np.uint32] = handle.data.astype(np.uint32, order="C") << 16
+        return bits.view(np.float32)
     return _as_torch(handle.data, np.uint8).view(_FP8[handle.dtype.scalar.name]).float().numpy()
 
 
@@ -220,7 +233,7 @@ def _as_torch(array: Array, dtype: Any) -> torch.Tensor:
 
 
 def _atomic_add_bf16(addresses: Array, values: Array, mask: Array) -> Array:
-    """Add element by element with compare-and-swap on the 32-bit word around it, so that other processes may add too."""
+    """Add one by one with compare-and-swap on the 32-bit word around each, so that other processes may add too."""
     shape = np.broadcast_shapes(addresses.shape, values.shape)
     flat_addresses, flat_values, flat_mask = (np.broadcast_to(x, shape).ravel() for x in (addresses, values, mask))
     before = np.zeros(flat_addresses.size, np.uint16)

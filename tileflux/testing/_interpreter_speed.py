@@ -1,7 +1,7 @@
 """Shortcuts through Triton's interpreter for what kernels that pass messages do most: arithmetic on scalar integers.
 
-Each takes the same operands to the same result as the way round; what is not plainly such a case goes the way round. Together
-they make a simulated collective about twice as fast.
+Each takes the same operands to the same result as the way round, and what is not plainly such a case goes the way
+round. Together they make a simulated collective about twice as fast.
 """
 
 from __future__ import annotations
@@ -109,11 +109,10 @@ def _add_method(way_round: Callable[..., Any]) -> Callable[..., Any]:
     """Pointer plus offset, both scalars."""
 
     def method(self: Any, other: Any, **kwargs: Any) -> Any:
-        if isinstance(self.type, tl.pointer_type) and isinstance(other, tl.tensor):
-            if _is_int(other.type):
-                itemsize = max(1, self.type.element_ty.primitive_bitwidth // 8)
-                data = self.handle.data + itemsize * other.handle.data.astype(np.uint64)
-                return tl.tensor(stock.TensorHandle(data, self.handle.dtype), self.type)
+        if isinstance(self.type, tl.pointer_type) and isinstance(other, tl.tensor) and _is_int(other.type):
+            itemsize = max(1, self.type.element_ty.primitive_bitwidth // 8)
+            data = self.handle.data + itemsize * other.handle.data.astype(np.uint64)
+            return tl.tensor(stock.TensorHandle(data, self.handle.dtype), self.type)
         return way_round(self, other, **kwargs)
 
     return method

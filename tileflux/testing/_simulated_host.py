@@ -114,7 +114,7 @@ class _Meetings:
 
 
 class _Copiers:
-    """``copy_async``: one coroutine per rank that copies in the order of the calls, like the worker thread it stands for."""
+    """``copy_async``: one coroutine per rank copies in the order of the calls, like the thread it stands for."""
 
     def __init__(self, simulator: Simulator) -> None:
         self._simulator = simulator

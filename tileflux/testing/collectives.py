@@ -134,8 +134,12 @@ def check_collectives(
     seed: int = 0,
     collectives: Sequence[Collective] = COLLECTIVES,
 ) -> int:
-    """Run everything back to back without waiting in between, then compare every result. Returns the number of calls."""
-    pending: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    """Run everything back to back without waiting in between, then compare every result. Returns the number of calls.
+
+    All tensors are made before the first call: where ranks share one GPU, the first use of any kernel of torch's
+    may not start while another rank's collective waits for this one.
+    """
+    calls: list[tuple[Collective, str, Inputs, torch.Tensor, torch.Tensor]] = []
     for shape in shapes:
         for dtype in dtypes:
             for collective in collectives:
@@ -146,10 +150,12 @@ def check_collectives(
                 expected = collective.expect(drawn, group.rank)
                 xs = [x.to(group.device) for x in drawn]
                 out = poisoned(tuple(expected.shape), dtype, group.device)
-                collective.run(group, xs, out)
-                pending.append((f"{collective.name} of {shape} {dtype}", out, expected))
+                calls.append((collective, f"{collective.name} of {shape} {dtype}", xs, out, expected))
+    group.barrier()
+    for collective, _, xs, out, _ in calls:
+        collective.run(group, xs, out)
     ops.barrier(group=group)
     group.synchronize()
-    for what, out, expected in pending:
+    for _, what, _, out, expected in calls:
         assert_close(out.cpu(), expected, reduction=0, what=f"rank {group.rank}, {what}")
-    return len(pending)
+    return len(calls)

@@ -1,8 +1,8 @@
 """Coroutines without a library for them: threads that pass a baton, under a seeded scheduler.
 
 Exactly one runs at a time, and the one that gives the baton away also chooses who gets it, so a seed fixes the whole
-interleaving. Half of the seeds choose uniformly; the other half follow random priorities that change now and then, which
-lets one coroutine run far ahead while another stands still: the schedules that overwrite what is still being read.
+interleaving. Half of the seeds choose uniformly; the other half follow random priorities that change now and then,
+which lets one coroutine run far ahead while another stands still: schedules that overwrite what is still being read.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def lint(ptx: str, *, waits: bool, signals: bool) -> list[str]:
     problems = []
     if waits:
         problems += waits_with_acquire(functions)
-    if True:
+    if signals:
         problems += signals_with_release(functions)
     for function in functions:
         if waits or signals:
@@ -181,7 +181,7 @@ def _polls(function: Function, acquire: int) -> list[int]:
     """The accesses that an acquire gives an order to: itself, or the relaxed ones before a fence."""
     if not function.instructions[acquire].is_fence:
         return [acquire]
-    met = reach([acquire], function.predecessors, lambda index: _ends_fence(function, index))
+    met = reach([acquire], function.predecessors, function.is_barrier)
     return [index for index in met if function.instructions[index].polls_without_order]
 
 
@@ -190,14 +190,9 @@ def _fence_acquires(function: Function, index: int) -> bool:
 
 
 def _fence_releases(function: Function, index: int) -> bool:
-    if not function.instructions[index].is_fence:
-        return False
-    met = reach([index], function.successors, lambda following: _ends_fence(function, following))
-    return any(function.instructions[following].stores_data for following in met)
-
-
-def _ends_fence(function: Function, index: int) -> bool:
-    return function.is_barrier(index) or function.instructions[index].is_fence
+    """A fence and then a store is how a release is written without one; a barrier between parts the two."""
+    met = reach([index], function.successors, function.is_barrier)
+    return function.instructions[index].is_fence and any(function.instructions[after].stores_data for after in met)
 
 
 def _spins(function: Function, poll: int) -> bool:

@@ -5,9 +5,9 @@ lies there, and a launch carries the clock into its programs and back. Two acces
 of them a write, are a race when neither coroutine's clock shows that the other access came before, whatever order this
 particular schedule put them in. So one schedule tells of errors that would go wrong only under another.
 
-The shadow keeps the last write and the last read by each coroutine. It starts with one cell per 8 bytes and is refined when
-an access is smaller. After a write that follows all reads the reads are forgotten: a later access that is not ordered
-after them is not ordered after the write either.
+The shadow keeps the last write and the last read by each coroutine. It starts with one cell per 8 bytes and is refined
+when an access is smaller. After a write that follows all reads the reads are forgotten: a later access that is not
+ordered after them is not ordered after the write either.
 """
 
 from __future__ import annotations
@@ -126,15 +126,11 @@ class AddressMap:
 class _Shadow:
     """Who touched each cell of a range last. A clock of 0 stands for nobody."""
 
-    def __init__(self, nbytes: int, num_readers: int) -> None:
+    def __init__(self, nbytes: int, cell: int) -> None:
         self._nbytes = nbytes
-        self._cell = _COARSEST
-        num_cells = -(-nbytes // self._cell)
-        self.writer = np.zeros(num_cells, np.int32)
-        self.written = np.zeros(num_cells, np.int32)
-        self.atomic_writer = np.zeros(num_cells, np.int32)
-        self.atomic_written = np.zeros(num_cells, np.int32)
-        self.read = np.zeros((num_readers, num_cells), np.int32)
+        self._cell = cell
+        self.writer, self.written, self.atomic_writer, self.atomic_written = (self._zeros() for _ in range(4))
+        self.read: dict[int, Clock] = {}  # by reader
 
     def select(self, block: Block) -> Selection:
         """The cells of an access."""
@@ -151,22 +147,29 @@ class _Shadow:
         cell = selection.start + position if isinstance(selection, slice) else int(selection[position])
         return int(cell) * self._cell
 
-    def make_room(self, num_readers: int) -> None:
-        """Grow to that many readers at least."""
-        if num_readers > len(self.read):
-            grown = np.zeros((num_readers, self.read.shape[1]), np.int32)
-            grown[: len(self.read)] = self.read
-            self.read = grown
+    def enter_read(self, reader: int, clock: int, cells: Selection) -> None:
+        """Note a read."""
+        if reader not in self.read:
+            self.read[reader] = self._zeros()
+        self.read[reader][cells] = clock
+
+    def _zeros(self) -> Clock:
+        return np.zeros(-(-self._nbytes // self._cell), np.int32)
 
     def _refine(self, bits: int) -> None:
-        cell = min(bits & -bits, self._cell)
+        cell = _finest(bits, self._cell)
         if cell < self._cell:
             ratio = self._cell // cell
+            self._cell = cell
             self.writer, self.written = self.writer.repeat(ratio), self.written.repeat(ratio)
             self.atomic_writer = self.atomic_writer.repeat(ratio)
             self.atomic_written = self.atomic_written.repeat(ratio)
-            self.read = self.read.repeat(ratio, axis=1)
-            self._cell = cell
+            self.read = {reader: clocks.repeat(ratio) for reader, clocks in self.read.items()}
+
+
+def _finest(bits: int, cell: int) -> int:
+    """The largest power of two, up to ``cell``, that divides all the numbers that were or-ed into ``bits``."""
+    return min(bits & -bits, cell)
 
 
 class RaceDetector:
@@ -236,9 +239,8 @@ class RaceDetector:
         """Check an access against the shadow, and enter it there. Atomic accesses do not race with each other."""
         shared = block.range
         if shared.shadow is None:
-            shared.shadow = _Shadow(shared.nbytes, self._capacity)
+            shared.shadow = _Shadow(shared.nbytes, _finest(block.start | block.itemsize, _COARSEST))
         shadow = shared.shadow
-        shadow.make_room(self._capacity)
         cells = shadow.select(block)
         clock = self._clocks[slot]
         self._check(slot, kind, "wrote", shadow.written[cells], shadow.writer[cells], block, cells)
@@ -248,16 +250,18 @@ class RaceDetector:
             name = "atomically wrote"
             self._check(slot, kind, name, shadow.atomic_written[cells], shadow.atomic_writer[cells], block, cells)
         if kind == "load":
-            shadow.read[slot, cells] = clock[slot]
+            shadow.enter_read(slot, int(clock[slot]), cells)
             return
-        self._check_readers(slot, kind, shadow.read[: len(self._clocks)], block, cells)
+        for reader, clocks in shadow.read.items():
+            self._check_reader(slot, kind, reader, clocks[cells], block, cells)
         if kind == "atomic":
             shadow.atomic_writer[cells] = slot
             shadow.atomic_written[cells] = clock[slot]
             return
         shadow.writer[cells] = slot
         shadow.written[cells] = clock[slot]
-        shadow.read[: len(self._clocks), cells] = 0
+        for clocks in shadow.read.values():
+            clocks[cells] = 0
         self._forget_published(shared.start + block.start, shared.start + block.stop)
 
     def _check(
@@ -268,11 +272,13 @@ class RaceDetector:
             at = int(unordered.argmax())
             self._report(slot, kind, done, int(slots[at]), int(clocks[at]), block, cells, at)
 
-    def _check_readers(self, slot: int, kind: Check, read: Clock, block: Block, cells: Selection) -> None:
-        unordered = read[:, cells] > self._clocks[slot][: len(read), None]
+    def _check_reader(
+        self, slot: int, kind: Check, reader: int, clocks: Clock, block: Block, cells: Selection
+    ) -> None:
+        unordered = clocks > self._clocks[slot][reader]
         if unordered.any():
-            reader, at = (int(i) for i in np.argwhere(unordered)[0])
-            self._report(slot, kind, "read", reader, int(read[:, cells][reader, at]), block, cells, at)
+            at = int(unordered.argmax())
+            self._report(slot, kind, "read", reader, int(clocks[at]), block, cells, at)
 
     def _report(
         self, slot: int, kind: Check, done: str, other: int, clock: int, block: Block, cells: Selection, at: int
@@ -280,10 +286,8 @@ class RaceDetector:
         assert block.range.shadow is not None
         doing = {"load": "reads", "store": "writes", "atomic": "atomically writes", "poll": "polls"}[kind]
         where = block.range.name_of(block.range.shadow.offset_of(cells, at))
-        raise DataRace(
-            f"{self._name(slot, int(self._clocks[slot][slot]))} {doing} {where}, which {self._name(other, clock)} {done}; "
-            f"no signal orders the two (seed {self._seed})"
-        )
+        who, whom = self._name(slot, int(self._clocks[slot][slot])), self._name(other, clock)
+        raise DataRace(f"{who} {doing} {where}, which {whom} {done}; no signal orders the two (seed {self._seed})")
 
     def _name(self, slot: int, clock: int) -> str:
         names = self._names[slot]

@@ -1,11 +1,11 @@
 """Every rank, and every program of every kernel it launches, as a coroutine in one process.
 
-The kernels run interpreted, under a scheduler that a seed determines (``testing/coroutines.py``). It may switch at every poll
+The kernels run interpreted, under a scheduler that a seed determines (``coroutines.py``). It may switch at every poll
 and before every access to shared memory. A poll blocks its coroutine until the flag is reached; when all wait, that is a
-``Deadlock``, which names the flags. Accesses that no signal orders are a ``DataRace`` (``testing/races.py``).
+``Deadlock``, which names the flags. Accesses that no signal orders are a ``DataRace`` (``races.py``).
 
-What it cannot see: memory is sequentially consistent and a program is one thread, so a missing CTA barrier or proxy fence goes
-unnoticed (the compile gate looks for those); accesses by torch on the host are not checked for races.
+What it cannot see: memory is sequentially consistent and a program is one thread, so a missing CTA barrier or proxy
+fence goes unnoticed (the compile gate looks for those); accesses by torch on the host are not checked for races.
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ from tileflux.config import CommConfig
 from tileflux.symm.group import local_groups
 from tileflux.symm.host_signal import wrap
 from tileflux.testing import interpreter
-from tileflux.testing.coroutines import Coroutine, Scheduler
-from tileflux.testing._interpreter_builder import AccessKind, Array, Order
-from tileflux.testing.races import AddressMap, Block, RaceDetector, SharedRange
+from tileflux.testing._interpreter_builder import AccessKind, Array, Order, Program
 from tileflux.testing._simulated_host import simulated_host
+from tileflux.testing.coroutines import Coroutine, Scheduler
+from tileflux.testing.races import AddressMap, Block, RaceDetector, SharedRange
 
 __all__ = ["Simulator", "simulate"]
 
 T = TypeVar("T")
+MAX_STEPS = 200_000
 _NS_PER_STEP = 1000
 
 
 class Simulator:
     """Runs coroutines that launch interpreted kernels. Used once: spawn, then run."""
 
-    def __init__(self, seed: int, *, races: bool = True, max_steps: int = 200_000, switch_everywhere: bool = False) -> None:
-        """``races=False`` looks for deadlocks alone. ``switch_everywhere`` also switches at accesses to private memory."""
+    def __init__(
+        self, seed: int, *, races: bool = True, max_steps: int = MAX_STEPS, switch_everywhere: bool = False
+    ) -> None:
+        """``races=False`` looks for deadlocks alone. ``switch_everywhere``: at accesses to private memory too."""
         interpreter.install()
         self.seed = seed
         self._scheduler = Scheduler(seed, max_steps)
@@ -60,7 +63,7 @@ class Simulator:
         Only shared memory is checked for races, and only before accesses to it does the scheduler switch.
         """
         if not memory.is_contiguous() or memory.device.type != "cpu":
-            raise ValueError(f"'{name}' should be a contiguous tensor on the CPU, not {memory.stride()} on {memory.device}")
+            raise ValueError(f"'{name}' should be contiguous on the CPU, not {memory.stride()} on {memory.device}")
         self._kept_alive.append(memory)
         self.share_range(memory.data_ptr(), memory.nbytes, name, describe)
         return memory
@@ -94,7 +97,7 @@ class Simulator:
         self._scheduler.block(_HostWait(ready, what))
 
     def release(self, where: Hashable) -> None:
-        """Publish what the coroutine has done at a flag's address, or at any other key that an ``acquire`` will name."""
+        """Publish what the coroutine has done at a flag's address, or at any other key an ``acquire`` will name."""
         self._scheduler.switch()
         if self._races is not None:
             self._races.release(self._slot, where)
@@ -122,7 +125,7 @@ class Simulator:
 
     # What kernels do: the interpreter's Conductor.
 
-    def launch(self, kernel: str, programs: Sequence[tuple[tuple[int, int, int], Callable[[], None]]]) -> None:
+    def launch(self, kernel: str, programs: Sequence[Program]) -> None:
         """Run each program as a coroutine of its own; the launching one waits for them."""
         parent = self._scheduler.running
         assert parent is not None
@@ -228,7 +231,7 @@ def simulate(
     args: Sequence[Any] = (),
     config: CommConfig | None = None,
     races: bool = True,
-    max_steps: int = 200_000,
+    max_steps: int = MAX_STEPS,
 ) -> list[T]:
     """Run ``function(group, *args)`` for every rank of a new virtual group; returns the results by rank.
 
