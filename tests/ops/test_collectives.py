@@ -46,7 +46,7 @@ def test_uneven_calls_are_uneven() -> None:
 
 
 def _soak(group: Group, num_calls: int) -> tuple[int, int, int]:
-    """Mixed collectives of random sizes; every result checked at once. Returns memory (KiB) early and late, and the heap."""
+    """Mixed collectives of random sizes, each checked. Returns memory (KiB) half-way and at the end, and heap bytes."""
     draws = random.Random(7)
     early = 0
     for call in range(num_calls):
@@ -114,7 +114,11 @@ def _replay(group: Group, num_replays: int) -> None:
 
     def call() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         total = tileflux.all_reduce(x, group=group, algorithm="two_shot")
-        return tileflux.all_gather(total + x, group=group, sizes=sizes), tileflux.broadcast(x, group=group, root=1), total
+        return (
+            tileflux.all_gather(total + x, group=group, sizes=sizes),
+            tileflux.broadcast(x, group=group, root=1),
+            total,
+        )
 
     call()
     group.synchronize()

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def _until_killed(group: Group, victim: int, op: str) -> tuple[PeerTimeout, floa
             # In the middle of a call: after its first piece, which only the first peer gets.
             publish = group.channels.publish
 
-            def publish_and_die(lane: int, peer: int) -> None:
+            def publish_and_die(lane: int, peer: int, publish: Callable[[int, int], None] = publish) -> None:
                 publish(lane, peer)
                 os.kill(os.getpid(), signal.SIGKILL)
 

@@ -146,8 +146,9 @@ def test_masked_and_private_elements_are_left_out() -> None:
     assert [(block.range.name, block.start, block.stop) for block in found] == [("heap", 0, 4), ("other", 0, 4)]
     found = world.memory.blocks(ends, np.array([True, True, False, False]), 4)
     assert [block.range.name for block in found] == ["heap"]
-    spanned = world.memory.span(START + 200, 200)
-    assert [(block.range.name, block.start, block.stop) for block in spanned] == [("heap", 200, 256), ("other", 0, 64 + 16)]
+    row = START - 8 + 4 * np.arange(400, dtype=np.uint64)
+    for found in (world.memory.span(START - 8, 1600), world.memory.blocks(row, np.ones(400, np.bool_), 4)):
+        assert [(block.range.name, block.start, block.stop) for block in found] == [("heap", 0, 256), ("other", 0, 64)]
 
 
 def test_programs_come_after_their_launch_and_before_its_end() -> None:

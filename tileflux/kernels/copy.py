@@ -60,7 +60,10 @@ def launch_move(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, plan:
     )
 
 
-@triton.jit(do_not_specialize=["x", "out", "op", "ragged", "send_bytes", "send_stride", "recv_bytes", "recv_stride", "min_pieces"])  # fmt: skip
+_NUMBERS = ("x", "out", "op", "ragged", "send_bytes", "send_stride", "recv_bytes", "recv_stride", "min_pieces")
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def _move_kernel(
     x: tl.int64,
     out: tl.int64,
@@ -92,10 +95,12 @@ def _move_kernel(
     for hop in range(1, WORLD):
         peer = (rank + hop) % WORLD
         _, _, num_sent = _lane_run(extents_ptr, ragged, send_bytes, send_stride, peer, min_pieces, 0, WORLD, SLOT_BYTES)
-        _, _, num_taken = _lane_run(extents_ptr, ragged, recv_bytes, recv_stride, peer, min_pieces, 1, WORLD, SLOT_BYTES)
+        _, _, num_taken = _lane_run(
+            extents_ptr, ragged, recv_bytes, recv_stride, peer, min_pieces, 1, WORLD, SLOT_BYTES
+        )
         num_steps = tl.maximum(num_steps, tl.maximum(num_sent, num_taken))
 
-    for step in range(0, num_steps):
+    for step in range(num_steps):
         done = step * SLOT_BYTES
         for hop in range(1, WORLD):
             # Each rank starts with its right-hand neighbour, so that no two begin on the same target.
@@ -122,13 +127,23 @@ def _move_kernel(
     for hop in range(1, WORLD):
         peer = (rank + hop) % WORLD
         _, _, num_sent = _lane_run(extents_ptr, ragged, send_bytes, send_stride, peer, min_pieces, 0, WORLD, SLOT_BYTES)
-        _, _, num_taken = _lane_run(extents_ptr, ragged, recv_bytes, recv_stride, peer, min_pieces, 1, WORLD, SLOT_BYTES)
+        _, _, num_taken = _lane_run(
+            extents_ptr, ragged, recv_bytes, recv_stride, peer, min_pieces, 1, WORLD, SLOT_BYTES
+        )
         advance_channels(boxes_ptr, rank, lane, peer, num_sent.to(tl.int32), num_taken.to(tl.int32), WORLD, LANES)
 
 
 @triton.jit
 def _lane_run(
-    extents_ptr, ragged, nbytes, stride, peer, min_pieces, SIDE: tl.constexpr, WORLD: tl.constexpr, SLOT_BYTES: tl.constexpr
+    extents_ptr,
+    ragged,
+    nbytes,
+    stride,
+    peer,
+    min_pieces,
+    SIDE: tl.constexpr,
+    WORLD: tl.constexpr,
+    SLOT_BYTES: tl.constexpr,
 ):
     """(offset, length, pieces) of this lane's part of what is exchanged with ``peer``."""
     offset, length = extent(extents_ptr, ragged, nbytes.to(tl.int64), stride.to(tl.int64), peer, SIDE, WORLD)

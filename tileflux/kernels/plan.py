@@ -1,7 +1,7 @@
 """Which bytes go to whom: plans for the movers, as plain integers that host and device follow alike.
 
-A message of any length is cut into ``num_lanes`` parts, a part into pieces of at most one slot. Cuts fall on multiples of
-16 bytes of the *message*, so both ends agree on them whatever the alignment of their own tensors.
+A message of any length is cut into ``num_lanes`` parts, a part into pieces of at most one slot. Cuts fall on
+multiples of 16 bytes of the *message*, so both ends agree on them whatever the alignment of their own tensors.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def num_pieces(nbytes: int, slot_bytes: int) -> int:
 
 
 def split_rows(num_rows: int, world_size: int) -> tuple[int, ...]:
-    """Rows per rank when ``num_rows`` need not divide: the first ranks have one more, as ``torch.tensor_split`` does."""
+    """Rows per rank when ``num_rows`` need not divide: the first have one more, as ``torch.tensor_split`` does."""
     each, extra = divmod(num_rows, world_size)
     return tuple(each + (rank < extra) for rank in range(world_size))
 

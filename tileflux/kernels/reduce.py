@@ -1,7 +1,7 @@
 """The reducer: every rank sends runs of its input to its peers and sums theirs and its own, in fp32, in rank order.
 
-Reduce-scatter and one-shot all-reduce are plans for this one kernel. The order of the sum does not depend on who arrives
-when, so results repeat bit for bit; all ranks of an all-reduce get the same bits.
+Reduce-scatter and one-shot all-reduce are plans for this one kernel. The order of the sum does not depend on who
+arrives when, so results repeat bit for bit; all ranks of an all-reduce get the same bits.
 """
 
 import torch
@@ -95,7 +95,7 @@ def _reduce_kernel(
         _, nbytes = _lane_run(extents_ptr, ragged, send_bytes, send_stride, (rank + hop) % WORLD, 0, WORLD)
         num_steps = tl.maximum(num_steps, tl.cdiv(nbytes, SLOT_BYTES))
 
-    for step in range(0, num_steps):
+    for step in range(num_steps):
         done = step * SLOT_BYTES
         for hop in range(1, WORLD):
             peer = (rank + hop) % WORLD
@@ -140,7 +140,8 @@ def _lane_run(extents_ptr, ragged, nbytes, stride, peer, SIDE: tl.constexpr, WOR
 @triton.jit
 def _sum_run(
     place, own, nbytes, step, boxes_ptr, rank,
-    ELEMENT: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr, SLOT_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    WORLD: tl.constexpr, LANES: tl.constexpr, SLOT_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Add the run at ``own`` and the peers' messages number ``step`` of this launch, in rank order, into ``place``."""
     if ((place | own) & 15) == 0:
@@ -161,7 +162,7 @@ def _sum_as(
     num_elements = nbytes // SIZE
     num_blocks = num_elements // BLOCK
     lanes = tl.arange(0, BLOCK)
-    for block in range(0, num_blocks):
+    for block in range(num_blocks):
         offsets = block * BLOCK + lanes
         total = _sum_block(own, offsets, None, step, boxes_ptr, rank, ELEMENT, ALIGNED, WORLD, LANES, SLOT_BYTES)
         tl.store(to + offsets, total.to(ELEMENT))

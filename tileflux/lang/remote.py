@@ -1,8 +1,9 @@
 """Runs of bytes: where a lane's share of a message lies, and copying one.
 
-The integer functions are the device's twins of ``kernels/plan.py``; a test compares the two. Addresses are plain 64-bit
-integers: a kernel compiled for pointers would come in a variant per alignment, and the first launch of a variant, which
-loads it, does not start while another virtual rank's kernel waits on the same GPU. Alignment is looked at while running.
+The integer functions are the device's twins of ``kernels/plan.py``; a test compares the two. Addresses are plain
+64-bit integers: a kernel compiled for pointers would come in a variant per alignment, and the first launch of a
+variant, which loads it, does not start while another virtual rank's kernel waits on the same GPU. Alignment is
+looked at while running.
 """
 
 import triton
@@ -59,7 +60,7 @@ def _copy_as(dst, src, nbytes, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, BLO
     num_elements = nbytes // SIZE
     num_blocks = num_elements // BLOCK
     lanes = tl.arange(0, BLOCK)
-    for block in range(0, num_blocks):
+    for block in range(num_blocks):
         # Whole blocks carry no mask: a mask of unknown alignment would make every access one element wide.
         offsets = block * BLOCK + lanes
         tl.store(to + offsets, tl.load(source + offsets))

@@ -106,7 +106,7 @@ def _give_up(block, guard, op, peer, flag, wanted, seen, waited_ns):
         tl.store(block + _SEEN, seen)
         tl.store(block + _WAITED_NS, waited_ns)
         signal(state, 2)
-        for rank in range(0, tl.load(guard + _WORLD_SIZE).to(tl.int32)):
+        for rank in range(tl.load(guard + _WORLD_SIZE).to(tl.int32)):
             peer_block = tl.load(guard + _BLOCKS + rank).to(tl.pointer_type(tl.int64))
             signal((peer_block + _BROKEN).to(tl.pointer_type(tl.int32)), 1)
         alarm = tl.load(guard + _ALARM).to(tl.pointer_type(tl.int32))

@@ -18,7 +18,9 @@ REDUCIBLE = (torch.float32, torch.float16, torch.bfloat16)
 def check_tensor(op: str, name: str, tensor: torch.Tensor, group: Group) -> None:
     """Refuse what is not a dense tensor on the group's device."""
     if not isinstance(group, Group):
-        raise ValueError(f"{op}: group should be a tileflux.Group, not {type(group).__name__}; see Group.from_process_group")
+        raise ValueError(
+            f"{op}: group should be a tileflux.Group, not {type(group).__name__}; see Group.from_process_group"
+        )
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{op}: {name} should be a tensor, not {type(tensor).__name__}")
     if tensor.device != group.device:
@@ -60,7 +62,7 @@ def check_sizes(op: str, name: str, sizes: Sequence[int], group: Group, total: i
     return sizes
 
 
-def begin(op: str, group: Group, same: object, claims: Mapping[object, object] | None = None) -> None:
+def begin(op: str, group: Group, same: object, claims: Mapping[str, object] | None = None) -> None:
     """Raise if the group cannot be used; with checking on, compare ``same`` and ``claims`` with the other ranks'."""
     group.ensure_usable()
     if group.check_calls:

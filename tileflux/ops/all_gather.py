@@ -5,9 +5,9 @@
 
     out[sum(m[:r]) : sum(m[:r+1])] = x of rank r
 
-Rank r stores its rows into a slot of every peer's mailbox and raises that peer's data flag; each rank waits for its peers'
-data flags, copies the slots out and raises their ack flags. Any element type, since only bytes move. The gradient is
-``reduce_scatter``.
+Rank r stores its rows into a slot of every peer's mailbox and raises that peer's data flag; each rank waits for
+its peers' data flags, copies the slots out and raises their ack flags. Any element type, since only bytes move.
+The gradient is ``reduce_scatter``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """All-reduce: the sum over ranks, on every rank.
 
     x    any shape, the same on every rank
-    out  = sum over s of x_s      in fp32, s = 0, 1, 2, ..., rounded once: the same bits on every rank and in both algorithms
+    out  = sum over s of x_s      in fp32, s = 0, 1, 2, ..., rounded once
+
+The bits are the same on every rank and in both algorithms.
 
 ``one_shot``: every rank stores all of x into every peer's mailbox and sums what arrives: one step, W times the bytes.
-``two_shot``: reduce-scatter, then all-gather of the sums: two steps, twice the bytes. ``auto`` takes one_shot for small x.
+``two_shot``: reduce-scatter, then all-gather of the sums: two steps, twice the bytes. ``auto``: one_shot for small x.
 fp32, fp16, bf16. The gradient is ``all_reduce``.
 """
 
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from tileflux.kernels.copy import move
 from tileflux.kernels.plan import Extent, gather_plan, part, reduce_plan
 from tileflux.kernels.reduce import reduce
-from tileflux.ops._call import as_bytes, begin, check_out, check_reducible, check_tensor, guarded
+from tileflux.ops._call import begin, check_out, check_reducible, check_tensor, guarded
 from tileflux.ops._library import register
 from tileflux.symm.group import Group, group_by_name
 
@@ -51,12 +53,12 @@ def _run(x: torch.Tensor, group: Group, algorithm: str, out: torch.Tensor | None
     out = check_out("all_reduce", out, tuple(x.shape), x)
     if algorithm == "auto":
         algorithm = pick_algorithm(x.nbytes, group.world_size)
-    flat, total = x.contiguous().view(-1), out.view(-1)
     with guarded(group):
         if algorithm == "one_shot":
-            reduce(group, "all_reduce", flat, total, reduce_plan(group.rank, (x.nbytes,) * group.world_size, scatter=False))
+            plan = reduce_plan(group.rank, (x.nbytes,) * group.world_size, scatter=False)
+            reduce(group, "all_reduce", x.contiguous(), out, plan)
         else:
-            _two_shot(group, flat, total)
+            _two_shot(group, x.contiguous(), out.view(-1))
     return out
 
 

@@ -5,8 +5,9 @@
 
     out run r = x run (this rank) of rank r
 
-Rank r stores run q of its rows into a slot of q's mailbox and raises q's data flag; q copies it out and acknowledges. No
-rank needs to know the sizes between two others. Any element type. The gradient is the same exchange backwards.
+Rank r stores run q of its rows into a slot of q's mailbox and raises q's data flag; q copies it out and
+acknowledges. No rank needs to know the sizes between two others. Any element type. The gradient is the same
+exchange backwards.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def all_to_all(
     if input_sizes is None or output_sizes is None:
         if x.shape[0] % group.world_size:
             raise ValueError(
-                f"all_to_all: {x.shape[0]} rows do not divide among {group.world_size} ranks; give input_sizes and output_sizes"
+                f"all_to_all: {x.shape[0]} rows do not divide among {group.world_size} ranks; "
+                "give input_sizes and output_sizes"
             )
         send = recv = (x.shape[0] // group.world_size,) * group.world_size
     else:
@@ -51,7 +53,8 @@ def all_to_all(
         recv = check_sizes("all_to_all", "output_sizes", output_sizes, group)
         if send[group.rank] != recv[group.rank]:
             raise ValueError(
-                f"all_to_all: rank {group.rank} sends itself {send[group.rank]} rows but expects {recv[group.rank]} from itself"
+                f"all_to_all: rank {group.rank} sends itself {send[group.rank]} rows "
+                f"but expects {recv[group.rank]} from itself"
             )
     even = input_sizes is None
     if out is None:

@@ -1,7 +1,8 @@
 """Barrier: no rank's later work on the group starts before every rank's earlier work is done.
 
-Every rank sends each peer an empty message and waits for theirs. On the CPU the call returns when all have come; on a GPU it
-is queued on the stream like any collective, and the host goes on. ``Group.barrier`` makes the hosts meet.
+Every rank sends each peer an empty message and waits for theirs. On the CPU the call returns when all have come;
+on a GPU it is queued on the stream like any collective, and the host goes on. ``Group.barrier`` makes the hosts
+meet.
 """
 
 from __future__ import annotations

@@ -66,6 +66,6 @@ register("broadcast(Tensor x, str group, int root) -> Tensor", _implementation, 
 def broadcast_reference(x: torch.Tensor, process_group: dist.ProcessGroup | None = None, root: int = 0) -> torch.Tensor:
     """The same over ``torch.distributed``, as bytes. ``root`` is a rank of the group."""
     out = x.clone(memory_format=torch.contiguous_format)
-    group = dist.group.WORLD if process_group is None else process_group
-    dist.broadcast(as_bytes(out), src=dist.get_global_rank(group, root), group=group)
+    source = root if process_group is None else dist.get_global_rank(process_group, root)
+    dist.broadcast(as_bytes(out), src=source, group=process_group)
     return out

@@ -84,7 +84,7 @@ class Transport(abc.ABC):
         """Zero-filled memory on every rank. Collective; returns when all ranks may use all of it."""
 
     @abc.abstractmethod
-    def agree(self, what: str, value: object, claims: Mapping[object, object] | None = None) -> None:
+    def agree(self, what: str, value: object, claims: Mapping[str, object] | None = None) -> None:
         """Raise ``MismatchError`` unless every rank's n-th call passes the same ``what`` and ``value``.
 
         ``claims`` are facts only some ranks know of, such as how much rank 2 sends to rank 5: where two ranks make a

@@ -37,7 +37,7 @@ class CudaTransport(ProcessTransport):
         if not torch.cuda.is_available():
             raise TransportUnavailable("the cuda transport needs a GPU", "use CPU tensors, or a machine with a GPU")
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self._group_name: str = group.group_name
+        self._group = group
         place = (self.processes[self.rank].host, device_info.uuid(self.device))
         places = self.rendezvous.exchange("naming GPUs", place)
         shared = len(set(places)) < self.world_size
@@ -59,7 +59,7 @@ class CudaTransport(ProcessTransport):
         with torch.cuda.device(self.device):
             mine = symm_mem.empty(nbytes, dtype=torch.uint8, device=self.device)
             mine.zero_()
-            handle = symm_mem.rendezvous(mine, self._group_name)
+            handle = symm_mem.rendezvous(mine, self._group)
             views = tuple(
                 mine if rank == self.rank else handle.get_remote_tensor(rank, (nbytes,), torch.uint8)
                 for rank in range(self.world_size)

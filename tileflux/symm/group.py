@@ -150,7 +150,8 @@ class Group:
         self.ensure_usable()
         if dst.shape != src.shape or dst.dtype != src.dtype:
             raise ValueError(
-                f"copy_async from {tuple(src.shape)} {src.dtype} to {tuple(dst.shape)} {dst.dtype}: shapes and dtypes must match"
+                f"copy_async from {tuple(src.shape)} {src.dtype} to {tuple(dst.shape)} {dst.dtype}: "
+                "shapes and dtypes must match"
             )
         return self._transport.copy_async(dst, src, signal)
 
@@ -166,7 +167,7 @@ class Group:
             )  # fmt: skip
             raise self._broken
 
-    def agree(self, what: str, value: object, claims: Mapping[object, object] | None = None) -> None:
+    def agree(self, what: str, value: object, claims: Mapping[str, object] | None = None) -> None:
         """Raise ``MismatchError`` unless all ranks pass the same. Between processes it meets on the host."""
         self._transport.agree(what, value, claims)
 
@@ -194,10 +195,14 @@ class Group:
         current = torch.cuda.current_stream(self.device)
         if self.stream is not None and current != self.stream:
             raise ValueError(
-                f"virtual rank {self.rank} must be driven on its own stream, or the ranks wait for each other for ever; "
+                f"virtual rank {self.rank} must be driven on its own stream, or ranks wait for each other for ever; "
                 "use `with torch.cuda.stream(group.stream):`"
             )
-        if self._last_stream is not None and self._last_stream != current and not torch.cuda.is_current_stream_capturing():
+        if (
+            self._last_stream is not None
+            and self._last_stream != current
+            and not torch.cuda.is_current_stream_capturing()
+        ):
             current.wait_stream(self._last_stream)
         self._last_stream = current
 

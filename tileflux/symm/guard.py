@@ -1,9 +1,9 @@
 """What happens when a wait outlasts its deadline: the host's side of ``lang/signal.py``.
 
-Each rank has a guard block in symmetric memory. Whoever gives up, a kernel or the host, writes there what it waited for and
-sets ``broken`` in every rank's block, so that the others stop waiting too and write down what *they* waited for. The
-error then follows these records from rank to rank: if rank 0 waited for rank 1, which waited for rank 3, which waited for
-nobody, the one to name is rank 3.
+Each rank has a guard block in symmetric memory. Whoever gives up, a kernel or the host, writes there what it
+waited for and sets ``broken`` in every rank's block, so that the others stop waiting too and write down what
+*they* waited for. The error then follows these records from rank to rank: if rank 0 waited for rank 1, which
+waited for rank 3, which waited for nobody, the one to name is rank 3.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class _Entry:
     rank: int
     what: str
     value: object
-    claims: dict[object, tuple[int, object]] = field(default_factory=dict)
+    claims: dict[str, tuple[int, object]] = field(default_factory=dict)
     num_ranks_seen: int = 0
 
 
@@ -75,7 +75,7 @@ class LocalTransport(Transport):
             self._num_segments += 1
         return segment
 
-    def agree(self, what: str, value: object, claims: Mapping[object, object] | None = None) -> None:
+    def agree(self, what: str, value: object, claims: Mapping[str, object] | None = None) -> None:
         """Compare with what other ranks did at this place, without waiting for them."""
         with self._world.lock:
             entry = self._world.ledger.setdefault(self._num_agreements, _Entry(self.rank, what, value))

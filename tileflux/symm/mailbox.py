@@ -1,10 +1,10 @@
 """The mailbox of a rank: slots and flags through which collectives pass messages. Device side: ``lang/mailbox.py``.
 
-For every lane and every pair of ranks there is a channel: ``NUM_SLOTS`` slots in the receiver's mailbox, a ``data`` flag
-there that counts messages put in, and an ``ack`` flag in the sender's that counts messages taken out. A sender waits for
-a free slot, a receiver for a message, and neither waits for anything else: calls of different collectives follow each
-other on the same channels with no synchronisation between them. The counts live in the mailbox, so a captured CUDA
-graph goes on counting on every replay.
+For every lane and every pair of ranks there is a channel: ``NUM_SLOTS`` slots in the receiver's mailbox, a
+``data`` flag there that counts messages put in, and an ``ack`` flag in the sender's that counts messages taken
+out. A sender waits for a free slot, a receiver for a message, and neither waits for anything else: calls of
+different collectives follow each other on the same channels with no synchronisation between them. The counts live
+in the mailbox, so a captured CUDA graph goes on counting on every replay.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class ProcessTransport(Transport):
         self.rendezvous = Rendezvous(store, rank, world_size, timeout_s)
         self.processes: Sequence[Process] = self.rendezvous.exchange("making a group", Process.this(global_rank))
 
-    def agree(self, what: str, value: object, claims: Mapping[object, object] | None = None) -> None:
+    def agree(self, what: str, value: object, claims: Mapping[str, object] | None = None) -> None:
         """Compare with the other processes; blocks until all have come."""
         self.rendezvous.agree(what, value, claims or {})
 

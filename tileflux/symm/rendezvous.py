@@ -37,11 +37,12 @@ class Rendezvous:
         self._num_meetings = 0
 
     def exchange(self, what: str, value: object, timeout_s: float | None = None) -> list[Any]:
-        """Everybody's ``value``, in rank order. Raises ``MismatchError`` where ``what`` differs, ``Missing`` on timeout."""
+        """Everybody's ``value``, by rank. Raises ``MismatchError`` where ``what`` differs, ``Missing`` on timeout."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         meeting = self._num_meetings
         self._num_meetings += 1
-        self._store.set(f"{meeting}/{self._rank}", pickle.dumps((what, value)))
+        # The stub says str, and torch takes both; a pickle is no text.
+        self._store.set(f"{meeting}/{self._rank}", pickle.dumps((what, value)))  # type: ignore[arg-type]
         deadline = time.monotonic() + timeout_s
         notes: list[tuple[str, Any]] = []
         for rank in range(self._world_size):
@@ -60,8 +61,8 @@ class Rendezvous:
                 raise MismatchError(f"rank {self._rank} is at '{what}' while rank {rank} is at '{their_what}'")
         return [value for _, value in notes]
 
-    def agree(self, what: str, value: object, claims: Mapping[object, object]) -> None:
-        """Raise ``MismatchError`` unless all ranks bring the same ``value``, and no two contradict each other's claims."""
+    def agree(self, what: str, value: object, claims: Mapping[str, object]) -> None:
+        """Raise ``MismatchError`` unless all ranks bring the same ``value`` and no two claims contradict."""
         for rank, (theirs, their_claims) in enumerate(self.exchange(what, (value, dict(claims)))):
             if theirs != value:
                 raise disagreement(what, self._rank, value, rank, theirs)

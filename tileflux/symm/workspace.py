@@ -37,7 +37,9 @@ class Region:
     """Device table of every rank's address of this region: int64 ``[W]``."""
     describe: Callable[[int], str] | None = field(default=None, compare=False)
 
-    def view(self, rank: int | None = None, dtype: torch.dtype = torch.uint8, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    def view(
+        self, rank: int | None = None, dtype: torch.dtype = torch.uint8, shape: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
         """``rank``'s copy (by default one's own) as a tensor; ``shape`` defaults to all of it, flat."""
         rank = self.rank if rank is None else rank
         if not 0 <= rank < len(self.segment.views):
@@ -105,7 +107,9 @@ class Workspace:
         known = self._regions.get(name)
         if known is not None:
             if known.owner != owner:
-                raise RegionError(f"region '{name}' belongs to {known.owner} and cannot be used by {owner}; pick another name")
+                raise RegionError(
+                    f"region '{name}' belongs to {known.owner} and cannot be used by {owner}; pick another name"
+                )
             if known.nbytes == nbytes or (grow and known.nbytes >= nbytes):
                 return known
             if not grow:

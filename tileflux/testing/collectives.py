@@ -107,11 +107,13 @@ COLLECTIVES: tuple[Collective, ...] = (
     ),
     Collective(
         "all_reduce, one shot", True, list,
-        lambda g, xs, out: ops.all_reduce(xs[g.rank], group=g, algorithm="one_shot", out=out), lambda xs, rank: _total(xs),
+        lambda g, xs, out: ops.all_reduce(xs[g.rank], group=g, algorithm="one_shot", out=out),
+        lambda xs, rank: _total(xs),
     ),
     Collective(
         "all_reduce, two shot", True, list,
-        lambda g, xs, out: ops.all_reduce(xs[g.rank], group=g, algorithm="two_shot", out=out), lambda xs, rank: _total(xs),
+        lambda g, xs, out: ops.all_reduce(xs[g.rank], group=g, algorithm="two_shot", out=out),
+        lambda xs, rank: _total(xs),
     ),
     Collective(
         "all_to_all", False, _even_rows, lambda g, xs, out: ops.all_to_all(xs[g.rank], group=g, out=out), _run_of,
@@ -148,12 +150,12 @@ def check_collectives(
                 seed += 1
                 drawn = collective.prepare(random_inputs(group.world_size, shape, dtype, seed))
                 expected = collective.expect(drawn, group.rank)
-                xs = [x.to(group.device) for x in drawn]
+                xs: Inputs = [x.to(group.device) for x in drawn]
                 out = poisoned(tuple(expected.shape), dtype, group.device)
                 calls.append((collective, f"{collective.name} of {shape} {dtype}", xs, out, expected))
     group.barrier()
-    for collective, _, xs, out, _ in calls:
-        collective.run(group, xs, out)
+    for collective, _, inputs, out, _ in calls:
+        collective.run(group, inputs, out)
     ops.barrier(group=group)
     group.synchronize()
     for _, what, _, out, expected in calls:

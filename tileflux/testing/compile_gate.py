@@ -171,7 +171,7 @@ def run_gate(
     names = [case.name for case in cases]
     if len(set(names)) < len(names):
         raise ValueError(f"case names {sorted(name for name in set(names) if names.count(name) > 1)} are not unique")
-    work = [(case, arch) for case in cases for arch in case.architectures ]
+    work = [(case, arch) for case in cases for arch in case.architectures if archs is None or arch in archs]
     reports: dict[int, CompileReport] = {}
     pending: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in range(len(work)):

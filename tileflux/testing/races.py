@@ -96,17 +96,19 @@ class AddressMap:
         if flat.size == 1 or (
             last - first == (flat.size - 1) * itemsize and bool((flat[1:] - flat[:-1] == itemsize).all())
         ):
-            found = self.find(first)
-            return [] if found is None else [Block(found, first - found.start, last + itemsize - found.start, itemsize)]
+            return self.span(first, last + itemsize - first, itemsize)
         return self._scattered(flat, itemsize)
 
-    def span(self, start: int, nbytes: int) -> list[Block]:
+    def span(self, start: int, nbytes: int, itemsize: int = 1) -> list[Block]:
         """The shared parts of ``nbytes`` bytes in a row."""
+        found = self.find(start)
+        if found is not None and start + nbytes <= found.start + found.nbytes:
+            return [Block(found, start - found.start, start + nbytes - found.start, itemsize)]
         blocks = []
         for range_ in self._ranges[max(bisect_right(self._starts, start) - 1, 0) :]:
             low, high = max(start, range_.start), min(start + nbytes, range_.start + range_.nbytes)
             if low < high:
-                blocks.append(Block(range_, low - range_.start, high - range_.start, 1))
+                blocks.append(Block(range_, low - range_.start, high - range_.start, itemsize))
             if range_.start >= start + nbytes:
                 break
         return blocks

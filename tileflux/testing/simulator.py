@@ -109,7 +109,7 @@ class Simulator:
 
     def touch(self, kind: AccessKind, memory: torch.Tensor) -> None:
         """Host code is about to read or write all of ``memory``, which is contiguous."""
-        blocks = self._memory.span(memory.data_ptr(), memory.nbytes)
+        blocks = self._memory.span(memory.data_ptr(), memory.nbytes, memory.element_size())
         if blocks:
             self._scheduler.switch()
         if self._races is not None:

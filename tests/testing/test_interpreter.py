@@ -1,0 +1,474 @@
+"""Every repair of the interpreter, each by a value that the stock one gets wrong or an error it raises."""
+
+import inspect
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tileflux import env
+from tileflux.lang.signal import GLOBALTIMER, poll, signal
+from tileflux.testing import interpreter
+
+pytestmark = pytest.mark.skipif(not env.interpreting(), reason="kernels of this process are compiled")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def repaired() -> None:
+    interpreter.install()
+    interpreter.install()  # once is enough, twice does no harm
+
+
+# Numbers.
+
+
+@triton.jit
+def _dot(a_ptr, b_ptr, c_ptr, N: tl.constexpr):
+    rows = tl.arange(0, N)[:, None]
+    cols = tl.arange(0, N)[None, :]
+    a = tl.load(a_ptr + rows * N + cols)
+    b = tl.load(b_ptr + rows * N + cols)
+    tl.store(c_ptr + rows * N + cols, tl.dot(a, b))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16])
+def test_dot_of_small_floats_is_that_of_their_values(dtype: torch.dtype) -> None:
+    # Small whole numbers: the products and sums are exact in fp32.
+    a, b = (torch.randint(-3, 4, (16, 16)).float() for _ in range(2))
+    c = torch.full((16, 16), float("nan"))
+    _dot[(1,)](a.to(dtype), b.to(dtype), c, 16)
+    assert torch.equal(c, a @ b)
+
+
+@triton.jit
+def _dot_of_descriptors(a_desc, b_desc, c_ptr, N: tl.constexpr):
+    rows = tl.arange(0, N)[:, None]
+    cols = tl.arange(0, N)[None, :]
+    tl.store(c_ptr + rows * N + cols, tl.dot(a_desc.load([0, 0]), b_desc.load([0, 0])))
+
+
+def test_dot_of_bf16_through_host_descriptors() -> None:
+    a, b = (torch.randint(-3, 4, (16, 16)).float() for _ in range(2))
+    c = torch.full((16, 16), float("nan"))
+    descriptors = [TensorDescriptor.from_tensor(x.bfloat16(), [16, 16]) for x in (a, b)]
+    _dot_of_descriptors[(1,)](*descriptors, c, 16)
+    assert torch.equal(c, a @ b)
+
+
+@triton.jit
+def _cast(x_ptr, y_ptr, N: tl.constexpr):
+    elements = tl.arange(0, N)
+    tl.store(y_ptr + elements, tl.load(x_ptr + elements).to(y_ptr.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16])
+def test_casts_from_fp32_round_to_nearest_even(dtype: torch.dtype) -> None:
+    x = torch.randn(4096)
+    halfway = (1 + 2.0 ** -torch.arange(1, 12).float())[:, None] + torch.tensor([0.0, 2.0**-20, -(2.0**-20)])
+    x[: halfway.numel()] = halfway.reshape(-1)
+    y = torch.zeros(4096, dtype=dtype)
+    _cast[(1,)](x, y, 4096)
+    assert torch.equal(y.float(), x.to(dtype).float())
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)])
+def test_casts_to_fp8_saturate(dtype: torch.dtype, largest: float) -> None:
+    x = torch.tensor([1e6, -1e6, float("inf"), float("nan")])
+    y = torch.zeros(4, dtype=dtype)
+    _cast[(1,)](x, y, 4)
+    assert y.float()[:3].tolist() == [largest, -largest, largest]
+    assert y.float()[3].isnan()
+
+
+@pytest.mark.parametrize("other", [torch.float32, torch.float16, torch.float64, torch.int32, torch.int64, torch.int8])
+def test_bf16_converts_to_and_from_every_type(other: torch.dtype) -> None:
+    x = torch.arange(-8, 8)
+    there, back = torch.zeros(16, dtype=torch.bfloat16), torch.zeros(16, dtype=other)
+    _cast[(1,)](x.to(other), there, 16)
+    assert there.tolist() == x.tolist()
+    _cast[(1,)](there, back, 16)
+    assert back.tolist() == x.tolist()
+
+
+@triton.jit
+def _arithmetic(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
+    elements = tl.arange(0, N)
+    x = tl.load(x_ptr + elements)
+    y = tl.load(y_ptr + elements)
+    tl.store(out_ptr + elements, x + y)
+    tl.store(out_ptr + N + elements, x * y)
+    tl.store(out_ptr + 2 * N + elements, -x)
+    tl.store(out_ptr + 3 * N + elements, tl.where(x < y, x, y))
+    tl.store(out_ptr + 4 * N + elements, tl.full((N,), 1.5, tl.bfloat16) - x)
+    tl.store(out_ptr + 5 * N + elements, tl.sum(x, axis=0))
+
+
+def test_arithmetic_on_bf16() -> None:
+    x, y = torch.randn(64).bfloat16(), torch.randn(64).bfloat16()
+    out = torch.zeros(6, 64, dtype=torch.bfloat16)
+    _arithmetic[(1,)](x, y, out, 64)
+    assert torch.equal(out[:5], torch.stack([x + y, x * y, -x, torch.minimum(x, y), 1.5 - x]))
+    assert abs(out[5, 0].item() - x.double().sum().item()) < 2**-7 * max(1.0, abs(x.double().sum().item()))
+
+
+@triton.jit
+def _wrap(out_ptr, x):
+    tl.store(out_ptr, x + 1)
+    tl.store(out_ptr + 1, x * 2)
+    tl.store(out_ptr + 2, (x + 1) - x)
+
+
+def test_int32_wraps_as_compiled() -> None:
+    out = torch.zeros(3, dtype=torch.int32)
+    _wrap[(1,)](out, 2**31 - 1)
+    assert out.tolist() == [-(2**31), -2, 1]
+
+
+@triton.jit
+def _overflow(out_ptr):
+    tl.store(out_ptr + tl.arange(0, 4), tl.exp(tl.arange(0, 4).to(tl.float32) * 100.0))
+
+
+def test_float_overflow_does_not_warn() -> None:
+    out = torch.zeros(4)
+    _overflow[(1,)](out)
+    assert out[3].isinf()
+
+
+@triton.jit
+def _integers(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
+    for i in range(N):
+        x = tl.load(x_ptr + i)
+        y = tl.load(y_ptr + i)
+        tl.store(out_ptr + i * 8 + 0, x // y)
+        tl.store(out_ptr + i * 8 + 1, x % y)
+        tl.store(out_ptr + i * 8 + 2, x - y * 3)
+        tl.store(out_ptr + i * 8 + 3, (x & y) + (x < y) + (x >= y) * 10 + (x != y) * 100)
+        tl.store(out_ptr + i * 8 + 4, x.to(tl.int64) * 65536 // 65536)
+        tl.store(out_ptr + i * 8 + 5, (1 - x) // y)
+        tl.store(out_ptr + i * 8 + 6, x % 4)
+        tl.store(out_ptr + i * 8 + 7, (x + 0.5) * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_scalar_integers_behave_as_in_c(dtype: torch.dtype) -> None:
+    values = [(7, 2), (-7, 2), (7, -2), (-7, -2), (2**30, 3), (0, 5)]
+    x, y = (torch.tensor([pair[side] for pair in values], dtype=dtype) for side in (0, 1))
+    out = torch.zeros(len(values), 8, dtype=torch.int64)
+    _integers[(1,)](x, y, out, len(values))
+    for (a, b), row in zip(values, out.tolist(), strict=True):
+        quotient = int(np.trunc(a / b))
+        flags = (a & b) + (a < b) + (a >= b) * 10 + (a != b) * 100
+        expected = [quotient, a - b * quotient, a - 3 * b, flags, a, int(np.trunc((1 - a) / b)), int(np.fmod(a, 4)), 2 * a + 1]
+        assert row == expected
+
+
+@triton.jit
+def _loop(out_ptr, n, wide):
+    for i in range(0, n, 2):
+        tl.store(out_ptr + i, i.to(tl.int64) + 10)
+    for i in range(wide - 1, wide):
+        # Too large for 32 bits unless the variable is as wide as its bounds.
+        tl.store(out_ptr + 1, i * 4)
+    for i in tl.range(n, num_stages=2):
+        tl.store(out_ptr + 2 + i, i.to(tl.float32).to(tl.int64))
+
+
+def test_loop_variables_are_tensors() -> None:
+    out = torch.full((8,), -1)
+    _loop[(1,)](out, 3, 2**31)
+    assert out.tolist() == [10, (2**31 - 1) * 4, 0, 1, 2, -1, -1, -1]
+
+
+def test_host_code_keeps_its_range() -> None:
+    assert range(3) == range(3)
+    assert _loop.fn.__globals__.get("range") is None
+
+
+# Inline asm, flags, atomics.
+
+DOUBLE = tl.constexpr("add.s32 $0, $1, $1;")
+SPLIT = tl.constexpr("mov.s32 $0, $2; cvt.rn.f32.s32 $1, $2;")
+
+
+@triton.jit
+def _asm(x_ptr, out_ptr, half_ptr, N: tl.constexpr):
+    elements = tl.arange(0, N)
+    x = tl.load(x_ptr + elements)
+    tl.store(out_ptr + elements, tl.inline_asm_elementwise(DOUBLE, "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1))
+    same, as_float = tl.inline_asm_elementwise(
+        SPLIT, "=r,=f,r", [x], dtype=(tl.int32, tl.float32), is_pure=True, pack=1
+    )
+    tl.store(half_ptr + elements, same + as_float / 2)
+
+
+def test_inline_asm_means_what_was_registered() -> None:
+    interpreter.register_asm(DOUBLE.value, lambda x: x + x)
+    interpreter.register_asm(SPLIT.value, lambda x: [x, x.astype(np.float32)])
+    x, out, half = torch.arange(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32), torch.zeros(8)
+    _asm[(1,)](x, out, half, 8)
+    assert torch.equal(out, 2 * x)
+    assert torch.equal(half, 1.5 * x)
+
+
+@triton.jit
+def _unknown_asm(out_ptr):
+    x = tl.inline_asm_elementwise("trap;", "=r,r", [1], dtype=tl.int32, is_pure=False, pack=1)
+    tl.store(out_ptr, x)
+
+
+def test_unregistered_asm_is_named() -> None:
+    with pytest.raises(InterpreterError, match=r"nothing registered for inline asm 'trap;'.*register_asm"):
+        _unknown_asm[(1,)](torch.zeros(1))
+
+
+@triton.jit
+def _read_clock(out_ptr):
+    lanes = tl.arange(0, 4)
+    times = tl.inline_asm_elementwise(GLOBALTIMER, "=l,r", [lanes], dtype=tl.int64, is_pure=False, pack=1)
+    tl.store(out_ptr + lanes, times)
+
+
+def test_kernels_read_the_clock() -> None:
+    out = torch.zeros(4, dtype=torch.int64)
+    before = time.perf_counter_ns()
+    _read_clock[(1,)](out)
+    assert before < out[0].item() < time.perf_counter_ns()
+    assert (out == out[0]).all()
+
+
+@triton.jit
+def _signal(flag, value):
+    signal(flag, value)
+
+
+def test_signal_stores_the_word_and_nothing_beside_it() -> None:
+    flags = torch.zeros(3, dtype=torch.int32)
+    _signal[(1,)](flags[1:2], -5)
+    assert flags.tolist() == [0, -5, 0]
+
+
+@triton.jit
+def _add_bf16(total_ptr, x_ptr, N: tl.constexpr):
+    elements = tl.arange(0, N)
+    tl.atomic_add(total_ptr + elements, tl.load(x_ptr + elements), mask=elements != 1)
+
+
+def test_atomic_add_of_bf16() -> None:
+    total = torch.ones(8, dtype=torch.bfloat16)
+    x = torch.arange(8).bfloat16()
+    _add_bf16[(5,)](total, x, 8)
+    expected = 1 + 5 * x
+    expected[1] = 1
+    assert torch.equal(total, expected)
+
+
+@triton.jit
+def _return_old_bf16(total_ptr, old_ptr):
+    tl.store(old_ptr, tl.atomic_add(total_ptr + 1, 2.0))
+
+
+def test_atomic_add_of_bf16_returns_what_was_there() -> None:
+    total, old = torch.tensor([3.0, 5.0]).bfloat16(), torch.zeros(1, dtype=torch.bfloat16)
+    _return_old_bf16[(1,)](total, old)
+    assert total.tolist() == [3.0, 7.0]
+    assert old.item() == 5.0
+
+
+@triton.jit
+def _helper(x):
+    return x + 1
+
+
+@triton.jit
+def _call_helper(out_ptr):
+    tl.store(out_ptr, _helper(tl.load(out_ptr)))
+
+
+def test_device_function_calls_can_be_intercepted() -> None:
+    seen = []
+
+    def hook(body, x):
+        seen.append(int(x))
+        return body(x) * 10
+
+    out = torch.tensor([4])
+    interpreter.register_call(_helper, hook)
+    _call_helper[(1,)](out)
+    assert (out.item(), seen) == (50, [4])
+    interpreter.register_call(_helper, lambda body, x: body(x))
+    with pytest.raises(ValueError, match="not an interpreted"):
+        interpreter.register_call(len, hook)
+
+
+# Launches.
+
+
+@triton.jit
+def _where_am_i(out_ptr, salt, ROUNDS: tl.constexpr):
+    pid = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    total = salt
+    for _ in range(ROUNDS):
+        total += tl.sum(tl.arange(0, 4) * 0 + tl.program_id(0), axis=0)
+    tl.store(out_ptr + pid, total)
+
+
+def test_threads_may_launch_at_once() -> None:
+    failures: list[object] = []
+
+    def work(salt: int) -> None:
+        try:
+            for rows in (2, 3, 5):
+                out = torch.full((rows, 2), -1, dtype=torch.int32)
+                _where_am_i[(rows, 2)](out, salt, 6)
+                expected = salt + 24 * torch.arange(rows, dtype=torch.int32)[:, None].expand(rows, 2)
+                if not torch.equal(out, expected):
+                    failures.append((salt, out))
+        except BaseException as error:
+            failures.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(1000 * i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert failures == []
+
+
+def test_language_is_as_before_after_a_launch() -> None:
+    before = {name: value for owner in (tl, tl.core, tl.tensor) for name, value in inspect.getmembers(owner)}
+    _call_helper[(1,)](torch.zeros(1))
+    after = {name: value for owner in (tl, tl.core, tl.tensor) for name, value in inspect.getmembers(owner)}
+    assert {name for name in after if after[name] is not before.get(name)} - {"__dict__", "__weakref__"} == set()
+
+
+@triton.jit
+def _wait_for_later(flag, out_ptr):
+    if tl.program_id(0) == 0:
+        seen = poll(flag, 1)
+        while seen < 1:
+            seen = poll(flag, 1)
+        tl.store(out_ptr, seen)
+    else:
+        signal(flag, 1)
+
+
+def test_program_may_wait_for_a_later_one() -> None:
+    flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    with interpreter.concurrent_programs(2):
+        _wait_for_later[(2,)](flag, out)
+    assert out.item() == 1
+
+
+@triton.jit
+def _wait_in_vain(flag):
+    if tl.program_id(0) == 0:
+        seen = poll(flag, 1)
+        while seen < 1:
+            seen = poll(flag, 1)
+    else:
+        tl.device_assert(False, "planted")
+
+
+def test_failure_of_one_program_ends_those_that_wait_for_it() -> None:
+    flag = torch.zeros(1, dtype=torch.int32)
+    with interpreter.concurrent_programs(2), pytest.raises(InterpreterError, match="planted"):
+        _wait_in_vain[(2,)](flag)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("program-")]
+
+
+def test_at_most_that_many_programs_run_side_by_side() -> None:
+    running, most = [], []
+
+    def enter(body, x):
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.002)
+        running.pop()
+        return body(x)
+
+    interpreter.register_call(_helper, enter)
+    try:
+        with interpreter.concurrent_programs(3):
+            _call_helper[(8,)](torch.zeros(1))
+    finally:
+        interpreter.register_call(_helper, lambda body, x: body(x))
+    assert 2 <= max(most) <= 3
+    with pytest.raises(ValueError, match="concurrent_programs=-1"):
+        interpreter.install(-1)
+
+
+def test_unsatisfied_poll_sleeps() -> None:
+    flag = torch.zeros(1, dtype=torch.int32)
+    start = time.perf_counter()
+    for _ in range(20):
+        _poll_once[(1,)](flag, 1)
+    unsatisfied = time.process_time(), time.perf_counter() - start
+    assert unsatisfied[1] >= 20 * 50e-6
+
+
+@triton.jit
+def _poll_once(flag, wanted):
+    poll(flag, wanted)
+
+
+@triton.jit
+def _write_behind(address, out_ptr):
+    # Stands for a peer that writes while the launch runs.
+    tl.store(address.to(tl.pointer_type(tl.int64)), 7)
+    tl.store(out_ptr, 1)
+
+
+def test_arguments_on_the_cpu_are_not_written_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = []
+    original = torch.UntypedStorage.copy_
+    monkeypatch.setattr(torch.UntypedStorage, "copy_", lambda *args: (copies.append(1), original(*args))[1])
+    memory = torch.zeros(4, dtype=torch.int64)
+    _write_behind[(1,)](memory.data_ptr(), memory[1:])
+    assert memory.tolist() == [7, 1, 0, 0]
+    assert copies == []
+
+
+@triton.jit
+def _fail_in(x_ptr):
+    _assert_never(x_ptr)
+
+
+@triton.jit
+def _assert_never(x_ptr):
+    tl.device_assert(tl.program_id(0) != 2, "third program")
+
+
+def test_errors_name_the_function_once() -> None:
+    with pytest.raises(InterpreterError) as caught:
+        _fail_in[(4,)](torch.zeros(1))
+    assert str(caught.value).count("InterpreterError") == 0
+    assert "_assert_never" in str(caught.value)
+    assert "third program" in str(caught.value)
+
+
+def test_install_says_what_was_missing() -> None:
+    code = "from tileflux.testing import interpreter; interpreter.install()"
+    late = "import triton, os; os.environ['TRITON_INTERPRET'] = '1'; " + code
+    for source in (code, late):
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        done = subprocess.run(
+            [sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 1
+        assert "ValueError" in done.stderr
+        assert "set TRITON_INTERPRET=1 before triton or tileflux is first imported" in done.stderr
