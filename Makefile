@@ -33,6 +33,7 @@ check: $(STAMP)
 $(STAMP): $(PINS) pyproject.toml
 	@set -e; \
 	if [ -e $@ ] && $(BIN)/python -c '' 2>/dev/null; then rm $@; else \
+	  found=; \
 	  for candidate in $(or $(PYTHON),python3.11 python3.12 python3.13 python3); do \
 	    if $$candidate -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; \
 	    then found=$$candidate; break; fi; \

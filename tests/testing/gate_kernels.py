@@ -1,6 +1,7 @@
 """Kernels for ``test_compile_gate``: right ones, and one for every rule to break. Imported by child processes only."""
 
 import os
+import sys
 import time
 
 import triton
@@ -132,10 +133,12 @@ def double(x):
 
 
 def make_store_and_signal():
+    print("a module may print", flush=True)
     return store_and_signal
 
 
 def exit_with_three():
+    print("note: before\nsource.mlir:1:2: error: the reason\nnote: after", file=sys.stderr, flush=True)
     os._exit(3)
 
 

@@ -130,6 +130,14 @@ CASES = (
         architectures=(90,),
     ),
     case("make_store_and_signal()", "src dst flag epoch", signals=True),
+    CompileCase(
+        "unaligned",
+        f"{KERNELS}:many_registers",
+        FLOATS,
+        {"BLOCK": 1024},
+        divisible_by_16=("src",),
+        architectures=(90,),
+    ),
     case("exit_with_three()", "src"),
     case("not_a_kernel", "src"),
     case("absent", "src"),
@@ -237,12 +245,20 @@ def test_a_kernel_that_aborts_the_compiler(reports: Reports) -> None:
 
 
 def test_a_kernel_that_ends_the_process(reports: Reports) -> None:
-    assert only_problem(reports["exit_with_three()", 90]) == "the compiling process died: exit status 3"
+    assert only_problem(reports["exit_with_three()", 90]) == (
+        "the compiling process died: exit status 3 (source.mlir:1:2: error: the reason)"
+    )
 
 
 def test_constexprs_that_are_objects(reports: Reports) -> None:
     reports["objects", 90].check()
     assert "cvt.rn.bf16x2.f32" in reports["objects", 90].ptx
+
+
+def test_divisibility_is_as_the_case_says(reports: Reports) -> None:
+    both, src_only = reports["may spill", 90].ptx, reports["unaligned", 90].ptx
+    assert "ld.global.v4.b32" in both and "st.global.v4.b32" in both
+    assert "ld.global.v4.b32" in src_only and "st.global.v4.b32" not in src_only
 
 
 def test_kernel_made_by_a_function(reports: Reports) -> None:

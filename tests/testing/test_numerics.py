@@ -11,6 +11,7 @@ import torch
 from tileflux.testing.numerics import assert_close, nan_like, poisoned, tolerance
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+OTHER_FP8 = [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 
 
@@ -178,7 +179,7 @@ def test_tolerance_follows_the_formula() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5)])
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz], ids=str)
+@pytest.mark.parametrize("dtype", [*FLOATS, *OTHER_FP8], ids=str)
 def test_poisoned_floats_are_nan(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = poisoned(shape, dtype)
     assert tensor.shape == shape and tensor.dtype == dtype

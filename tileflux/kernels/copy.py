@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tileflux.config import GUARD
 from tileflux.kernels import copy_host
-from tileflux.kernels.launch import BLOCK_BYTES, NUM_WARPS, extents_table, on_host
+from tileflux.kernels.launch import BLOCK, NUM_WARPS, extents_table, on_host
 from tileflux.kernels.plan import MovePlan
 from tileflux.lang.mailbox import (
     acquire_slot,
@@ -55,7 +55,7 @@ def launch_move(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, plan:
         WORLD=group.world_size,
         LANES=group.config.num_lanes,
         SLOT_BYTES=group.config.slot_bytes,
-        BLOCK_BYTES=BLOCK_BYTES,
+        BLOCK=BLOCK,
         num_warps=NUM_WARPS,
     )
 
@@ -80,7 +80,7 @@ def _move_kernel(
     WORLD: tl.constexpr,
     LANES: tl.constexpr,
     SLOT_BYTES: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One program per lane. Piece by piece: send to every peer, then take from every peer."""
     rank = tl.load(guard_ptr + _RANK).to(tl.int32)
@@ -89,7 +89,7 @@ def _move_kernel(
     begin, nbytes, _ = _lane_run(extents_ptr, ragged, send_bytes, send_stride, rank, min_pieces, 0, WORLD, SLOT_BYTES)
     place, _, _ = _lane_run(extents_ptr, ragged, recv_bytes, recv_stride, rank, min_pieces, 1, WORLD, SLOT_BYTES)
     if x + begin != out + place:
-        copy_run(out + place, x + begin, nbytes, BLOCK_BYTES)
+        copy_run(out + place, x + begin, nbytes, BLOCK)
 
     num_steps = min_pieces.to(tl.int64)
     for hop in range(1, WORLD):
@@ -111,7 +111,7 @@ def _move_kernel(
             if step < num_sent:
                 sequence = first_sent(boxes_ptr, rank, lane, peer, WORLD, LANES) + step.to(tl.int32)
                 slot = acquire_slot(boxes_ptr, guard_ptr, op, rank, lane, peer, sequence, WORLD, LANES, SLOT_BYTES)
-                copy_run(slot, x + begin + done, tl.minimum(nbytes - done, SLOT_BYTES), BLOCK_BYTES)
+                copy_run(slot, x + begin + done, tl.minimum(nbytes - done, SLOT_BYTES), BLOCK)
                 publish_slot(boxes_ptr, rank, lane, peer, sequence, WORLD, LANES)
         for hop in range(1, WORLD):
             peer = (rank + WORLD - hop) % WORLD
@@ -121,7 +121,7 @@ def _move_kernel(
             if step < num_taken:
                 sequence = first_taken(boxes_ptr, rank, lane, peer, WORLD, LANES) + step.to(tl.int32)
                 slot = await_message(boxes_ptr, guard_ptr, op, rank, lane, peer, sequence, WORLD, LANES, SLOT_BYTES)
-                copy_run(out + begin + done, slot, tl.minimum(nbytes - done, SLOT_BYTES), BLOCK_BYTES)
+                copy_run(out + begin + done, slot, tl.minimum(nbytes - done, SLOT_BYTES), BLOCK)
                 release_message(boxes_ptr, rank, lane, peer, sequence, WORLD, LANES)
 
     for hop in range(1, WORLD):

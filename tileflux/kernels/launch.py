@@ -10,11 +10,11 @@ from tileflux import env
 from tileflux.kernels.plan import MovePlan
 from tileflux.symm.group import Group
 
-__all__ = ["BLOCK_BYTES", "NUM_WARPS", "extents_table", "on_host"]
+__all__ = ["BLOCK", "NUM_WARPS", "extents_table", "on_host"]
 
 NUM_WARPS = 8
-BLOCK_BYTES = 16 * 1024
-"""Bytes a program of 8 warps has in flight: four 16-byte loads a thread."""
+BLOCK = 2048
+"""Elements a program copies at a time: 16 KiB in accesses of 16 bytes, four a thread."""
 
 _NUM_ROWS = 1024
 _tables: weakref.WeakKeyDictionary[Group, _PlanTables] = weakref.WeakKeyDictionary()

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tileflux.config import GUARD
 from tileflux.kernels import reduce_host
-from tileflux.kernels.launch import BLOCK_BYTES, NUM_WARPS, extents_table, on_host
+from tileflux.kernels.launch import BLOCK, NUM_WARPS, extents_table, on_host
 from tileflux.kernels.plan import MovePlan
 from tileflux.lang.mailbox import (
     acquire_slot,
@@ -59,7 +59,7 @@ def launch_reduce(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, pla
         WORLD=group.world_size,
         LANES=group.config.num_lanes,
         SLOT_BYTES=group.config.slot_bytes,
-        BLOCK_BYTES=BLOCK_BYTES // 4,  # one load a thread and rank; with more, the unrolled ranks spill
+        BLOCK=BLOCK,
         num_warps=NUM_WARPS,
     )
 
@@ -80,7 +80,7 @@ def _reduce_kernel(
     WORLD: tl.constexpr,
     LANES: tl.constexpr,
     SLOT_BYTES: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One program per lane. Piece by piece: send to every peer, wait for all of theirs, sum, give the slots back."""
     rank = tl.load(guard_ptr + _RANK).to(tl.int32)
@@ -103,7 +103,7 @@ def _reduce_kernel(
             if done < nbytes:
                 sequence = first_sent(boxes_ptr, rank, lane, peer, WORLD, LANES) + step.to(tl.int32)
                 slot = acquire_slot(boxes_ptr, guard_ptr, op, rank, lane, peer, sequence, WORLD, LANES, SLOT_BYTES)
-                copy_run(slot, x + begin + done, tl.minimum(nbytes - done, SLOT_BYTES), BLOCK_BYTES)
+                copy_run(slot, x + begin + done, tl.minimum(nbytes - done, SLOT_BYTES), BLOCK)
                 publish_slot(boxes_ptr, rank, lane, peer, sequence, WORLD, LANES)
         if done < own_nbytes:
             index = step.to(tl.int32)
@@ -115,7 +115,7 @@ def _reduce_kernel(
                 out + place + done,
                 x + own_begin + done,
                 tl.minimum(own_nbytes - done, SLOT_BYTES),
-                index, boxes_ptr, rank, ELEMENT, WORLD, LANES, SLOT_BYTES, BLOCK_BYTES,
+                index, boxes_ptr, rank, ELEMENT, WORLD, LANES, SLOT_BYTES, BLOCK,
             )  # fmt: skip
             for hop in range(1, WORLD):
                 peer = (rank + WORLD - hop) % WORLD
@@ -140,37 +140,26 @@ def _lane_run(extents_ptr, ragged, nbytes, stride, peer, SIDE: tl.constexpr, WOR
 @triton.jit
 def _sum_run(
     place, own, nbytes, step, boxes_ptr, rank,
-    ELEMENT: tl.constexpr,
-    WORLD: tl.constexpr, LANES: tl.constexpr, SLOT_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+    ELEMENT: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr, SLOT_BYTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add the run at ``own`` and the peers' messages number ``step`` of this launch, in rank order, into ``place``."""
-    if ((place | own) & 15) == 0:
-        _sum_as(place, own, nbytes, step, boxes_ptr, rank, ELEMENT, True, WORLD, LANES, SLOT_BYTES, BLOCK_BYTES)
-    else:
-        _sum_as(place, own, nbytes, step, boxes_ptr, rank, ELEMENT, False, WORLD, LANES, SLOT_BYTES, BLOCK_BYTES)
-
-
-@triton.jit
-def _sum_as(
-    place, own, nbytes, step, boxes_ptr, rank,
-    ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,
-    WORLD: tl.constexpr, LANES: tl.constexpr, SLOT_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr,
-):  # fmt: skip
-    SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
-    BLOCK: tl.constexpr = BLOCK_BYTES // SIZE
-    to = typed(place, ELEMENT, ALIGNED)
-    num_elements = nbytes // SIZE
-    num_blocks = num_elements // BLOCK
+    # A piece fits a slot: 32 bits count its elements, and half the registers hold their offsets.
+    num_elements = nbytes.to(tl.int32) // (ELEMENT.primitive_bitwidth // 8)
     lanes = tl.arange(0, BLOCK)
-    for block in range(num_blocks):
-        offsets = block * BLOCK + lanes
-        total = _sum_block(own, offsets, None, step, boxes_ptr, rank, ELEMENT, ALIGNED, WORLD, LANES, SLOT_BYTES)
-        tl.store(to + offsets, total.to(ELEMENT))
-    if num_blocks * BLOCK < num_elements:
-        offsets = num_blocks * BLOCK + lanes
+    begin = num_elements * 0
+    if ((place | own) & 15) == 0:
+        to = typed(place, ELEMENT, True)
+        for block in range(num_elements // BLOCK):
+            offsets = block * BLOCK + lanes
+            total = _sum_block(own, offsets, None, step, boxes_ptr, rank, ELEMENT, True, WORLD, LANES, SLOT_BYTES)
+            tl.store(to + offsets, total.to(ELEMENT))
+        begin = num_elements // BLOCK * BLOCK
+    # What is left of the last block, or all of it where 16 bytes at a time cannot be.
+    for first in range(begin, num_elements, BLOCK):
+        offsets = first + lanes
         inside = offsets < num_elements
-        total = _sum_block(own, offsets, inside, step, boxes_ptr, rank, ELEMENT, ALIGNED, WORLD, LANES, SLOT_BYTES)
-        tl.store(to + offsets, total.to(ELEMENT), mask=inside)
+        total = _sum_block(own, offsets, inside, step, boxes_ptr, rank, ELEMENT, False, WORLD, LANES, SLOT_BYTES)
+        tl.store(typed(place, ELEMENT, False) + offsets, total.to(ELEMENT), mask=inside)
 
 
 @triton.jit
@@ -181,7 +170,7 @@ def _sum_block(
     """fp32 sum over ranks 0, 1, ... of the elements at ``offsets``; this rank's come from ``own``, not from a slot."""
     lane = tl.program_id(0)
     total = tl.zeros(offsets.shape, tl.float32)
-    for peer in tl.static_range(WORLD):
+    for peer in range(WORLD):
         sequence = first_taken(boxes_ptr, rank, lane, peer, WORLD, LANES) + step
         address = slot_address(boxes_ptr, rank, lane, peer, sequence, WORLD, LANES, SLOT_BYTES)
         if peer == rank:

@@ -41,35 +41,43 @@ def typed(address, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def copy_run(dst, src, nbytes, BLOCK_BYTES: tl.constexpr):
-    """Copy ``nbytes`` from address to address, as widely as the two addresses allow."""
+def copy_run(dst, src, nbytes, BLOCK: tl.constexpr):
+    """Copy ``nbytes`` from address to address, as widely as the two addresses allow, BLOCK elements at a time."""
     if ((dst | src) & 15) == 0:
-        _copy_as(dst, src, nbytes, tl.int64, True, BLOCK_BYTES)
-    elif ((dst | src) & 3) == 0:
-        _copy_as(dst, src, nbytes, tl.int32, False, BLOCK_BYTES)
+        copied = _copy_wide(dst, src, nbytes, BLOCK)
+        _copy_narrow(dst + copied, src + copied, nbytes - copied, tl.int8, 8)
+    elif ((dst | src | nbytes) & 3) == 0:
+        _copy_narrow(dst, src, nbytes, tl.int32, BLOCK)
     else:
-        _copy_as(dst, src, nbytes, tl.int8, False, BLOCK_BYTES)
+        _copy_narrow(dst, src, nbytes, tl.int8, BLOCK)
 
 
 @triton.jit
-def _copy_as(dst, src, nbytes, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_BYTES: tl.constexpr):
-    SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
-    BLOCK: tl.constexpr = BLOCK_BYTES // SIZE
-    to = typed(dst, ELEMENT, ALIGNED)
-    source = typed(src, ELEMENT, ALIGNED)
-    num_elements = nbytes // SIZE
+def _copy_wide(dst, src, nbytes, BLOCK: tl.constexpr):
+    """Copy in accesses of 16 bytes a thread; returns how many bytes were copied, all but the last few."""
+    to = typed(dst, tl.int64, True)
+    source = typed(src, tl.int64, True)
+    num_elements = nbytes // 8
     num_blocks = num_elements // BLOCK
     lanes = tl.arange(0, BLOCK)
     for block in range(num_blocks):
-        # Whole blocks carry no mask: a mask of unknown alignment would make every access one element wide.
+        # Whole blocks carry no mask: a mask of unknown alignment makes every access one element wide.
         offsets = block * BLOCK + lanes
         tl.store(to + offsets, tl.load(source + offsets))
     if num_blocks * BLOCK < num_elements:
         offsets = num_blocks * BLOCK + lanes
         inside = offsets < num_elements
         tl.store(to + offsets, tl.load(source + offsets, mask=inside), mask=inside)
-    if num_elements * SIZE < nbytes:
-        offsets = num_elements * SIZE + tl.arange(0, 8)
-        inside = offsets < nbytes
-        last = tl.load(typed(src, tl.int8, False) + offsets, mask=inside)
-        tl.store(typed(dst, tl.int8, False) + offsets, last, mask=inside)
+    return num_elements * 8
+
+
+@triton.jit
+def _copy_narrow(dst, src, nbytes, ELEMENT: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy one element at a time."""
+    to = typed(dst, ELEMENT, False)
+    source = typed(src, ELEMENT, False)
+    num_elements = nbytes // (ELEMENT.primitive_bitwidth // 8)
+    for begin in range(0, num_elements, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        inside = offsets < num_elements
+        tl.store(to + offsets, tl.load(source + offsets, mask=inside), mask=inside)

@@ -115,7 +115,7 @@ def resolve(path: str) -> Any:
         if not hasattr(made, part):
             raise ValueError(f"{path} is not there: {place} has no {part}")
         made = getattr(made, part)
-    return made
+    return made() if name.endswith("()") else made
 
 
 def _module(place: str) -> Any:

@@ -11,9 +11,9 @@ D. Let ``u(D) = finfo(D).eps / 2`` be the relative error of one rounding.
 
 So the norm of the error, relative to the norm of the expected values, may be ``2 u(D) + 2 u(fp32) sqrt(R)``: some
 five times what a right program shows with one rounding, and in bf16 no more than what one missing term among 16,000
-changes. The worst element may be off by three times that, relative to the larger of its own size and the root mean square of all:
-a sum may come out near zero, but its error is that of its terms. The norm alone would pass one wrong element in a large
-tensor; the worst element alone would pass an error of all elements.
+changes. The worst element may be off by three times that, relative to the larger of its own size and the root mean
+square of all: a sum may come out near zero, but its error is that of its terms. The norm alone would pass one wrong
+element in a large tensor; the worst element alone would pass an error of all elements.
 
 The model holds for random data. Sums built to cancel have no tolerance here.
 """
@@ -29,8 +29,8 @@ import torch
 __all__ = ["Tolerance", "assert_close", "nan_like", "poisoned", "tolerance"]
 
 _ELEMENT_FACTOR = 3.0
-_POISON_BYTE = 0x7F  # NaN in the fp8 formats with a sign bit and no second zero; improbable as an integer
-_NO_NAN_IN_POISON = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_POISON_BYTE = 0x7F  # NaN in fp8 e4m3fn and e5m2; improbable as an integer
+_NAN_BYTES = {torch.float8_e4m3fnuz: 0x80, torch.float8_e5m2fnuz: 0x80, torch.float8_e8m0fnu: 0xFF}
 
 
 class Tolerance(NamedTuple):
@@ -101,7 +101,7 @@ def poisoned(shape: Sequence[int], dtype: torch.dtype, device: torch.device | st
         return torch.ones(tuple(shape), dtype=dtype, device=device)
     if (dtype.is_floating_point and dtype.itemsize > 1) or dtype.is_complex:
         return torch.full(tuple(shape), math.nan, dtype=dtype, device=device)
-    byte = 0x80 if dtype in _NO_NAN_IN_POISON else _POISON_BYTE
+    byte = _NAN_BYTES.get(dtype, _POISON_BYTE)
     data = torch.full((math.prod(shape) * dtype.itemsize,), byte, dtype=torch.uint8, device=device)
     return data.view(dtype).reshape(tuple(shape))
 

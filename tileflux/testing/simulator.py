@@ -1,8 +1,8 @@
 """Every rank, and every program of every kernel it launches, as a coroutine in one process.
 
 The kernels run interpreted, under a scheduler that a seed determines (``coroutines.py``). It may switch at every poll
-and before every access to shared memory. A poll blocks its coroutine until the flag is reached; when all wait, that is a
-``Deadlock``, which names the flags. Accesses that no signal orders are a ``DataRace`` (``races.py``).
+and before every access to shared memory. A poll blocks its coroutine until the flag is reached; when all wait, that is
+a ``Deadlock``, which names the flags. Accesses that no signal orders are a ``DataRace`` (``races.py``).
 
 What it cannot see: memory is sequentially consistent and a program is one thread, so a missing CTA barrier or proxy
 fence goes unnoticed (the compile gate looks for those); accesses by torch on the host are not checked for races.

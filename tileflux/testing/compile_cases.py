@@ -1,0 +1,58 @@
+"""The library's own kernels, as the launchers compile them, for the compile gate.
+
+World sizes 2 and 8: the smallest that communicates, and the largest whose ranks one node's switch joins. The reducer
+unrolls its ranks, so 8 is also where it would spill first.
+"""
+
+from __future__ import annotations
+
+from tileflux.config import CommConfig
+from tileflux.testing.compile_gate import CompileCase, Imported
+
+__all__ = ["CASES"]
+
+_NUM_WARPS = 8
+_BLOCK = 2048
+_CONFIG = CommConfig(num_lanes=32, slot_bytes=64 * 1024)
+_TABLES = {"extents_ptr": "*i64", "boxes_ptr": "*i64", "guard_ptr": "*i64"}
+_NUMBERS = {"op": "i32", "ragged": "i32", "send_bytes": "i64", "send_stride": "i64", "recv_bytes": "i64"}
+
+
+def _move(world_size: int) -> CompileCase:
+    return CompileCase(
+        name=f"move, {world_size} ranks",
+        kernel="tileflux.kernels.copy:_move_kernel",
+        signature={"x": "i64", "out": "i64", **_TABLES, **_NUMBERS, "recv_stride": "i64", "min_pieces": "i64"},
+        constexprs=_constexprs(world_size),
+        options={"num_warps": _NUM_WARPS},
+        waits=True,
+        signals=True,
+    )
+
+
+def _reduce(world_size: int, element: str) -> CompileCase:
+    return CompileCase(
+        name=f"reduce {element}, {world_size} ranks",
+        kernel="tileflux.kernels.reduce:_reduce_kernel",
+        signature={"x": "i64", "out": "i64", **_TABLES, **_NUMBERS},
+        constexprs={"ELEMENT": Imported(f"triton.language:{element}"), **_constexprs(world_size)},
+        options={"num_warps": _NUM_WARPS},
+        waits=True,
+        signals=True,
+    )
+
+
+def _constexprs(world_size: int) -> dict[str, object]:
+    return {
+        "WORLD": world_size,
+        "LANES": _CONFIG.num_lanes,
+        "SLOT_BYTES": _CONFIG.slot_bytes,
+        "BLOCK": _BLOCK,
+    }
+
+
+CASES: tuple[CompileCase, ...] = (
+    *(_move(world_size) for world_size in (2, 8)),
+    *(_reduce(world_size, element) for world_size in (2, 8) for element in ("float32", "float16", "bfloat16")),
+)
+"""Every kernel of the library in the specialisations that launchers make."""
