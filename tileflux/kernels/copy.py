@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tileflux.config import GUARD
 from tileflux.kernels import copy_host
-from tileflux.kernels.launch import BLOCK, NUM_WARPS, extents_table, on_host
+from tileflux.kernels.launch import BLOCK, MAX_REGISTERS, NUM_WARPS, extents_table, on_host
 from tileflux.kernels.plan import MovePlan
 from tileflux.lang.mailbox import (
     acquire_slot,
@@ -57,6 +57,7 @@ def launch_move(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, plan:
         SLOT_BYTES=group.config.slot_bytes,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
+        maxnreg=MAX_REGISTERS,
     )
 
 

@@ -10,9 +10,11 @@ from tileflux import env
 from tileflux.kernels.plan import MovePlan
 from tileflux.symm.group import Group
 
-__all__ = ["BLOCK", "NUM_WARPS", "extents_table", "on_host"]
+__all__ = ["BLOCK", "MAX_REGISTERS", "NUM_WARPS", "extents_table", "on_host"]
 
 NUM_WARPS = 8
+MAX_REGISTERS = 224
+"""Said to the assembler, which else spills at 128 registers to fit two programs on an SM; ours is alone on its own."""
 BLOCK = 2048
 """Elements a program copies at a time: 16 KiB in accesses of 16 bytes, four a thread."""
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tileflux.config import GUARD
 from tileflux.kernels import reduce_host
-from tileflux.kernels.launch import BLOCK, NUM_WARPS, extents_table, on_host
+from tileflux.kernels.launch import BLOCK, MAX_REGISTERS, NUM_WARPS, extents_table, on_host
 from tileflux.kernels.plan import MovePlan
 from tileflux.lang.mailbox import (
     acquire_slot,
@@ -61,6 +61,7 @@ def launch_reduce(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, pla
         SLOT_BYTES=group.config.slot_bytes,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
+        maxnreg=MAX_REGISTERS,
     )
 
 
@@ -170,7 +171,7 @@ def _sum_block(
     """fp32 sum over ranks 0, 1, ... of the elements at ``offsets``; this rank's come from ``own``, not from a slot."""
     lane = tl.program_id(0)
     total = tl.zeros(offsets.shape, tl.float32)
-    for peer in range(WORLD):
+    for peer in tl.static_range(WORLD):
         sequence = first_taken(boxes_ptr, rank, lane, peer, WORLD, LANES) + step
         address = slot_address(boxes_ptr, rank, lane, peer, sequence, WORLD, LANES, SLOT_BYTES)
         if peer == rank:

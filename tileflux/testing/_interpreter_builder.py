@@ -82,6 +82,7 @@ class RepairedBuilder(stock.InterpreterBuilder):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
+        # Else every integer operation is done again in int64 for an assertion that only debug builds look at.
         self.options = stock.InterpreterOptions(sanitize_overflow=False)
 
     grid_idx = property(lambda self: thread.grid_idx, lambda self, value: setattr(thread, "grid_idx", value))

@@ -7,13 +7,13 @@ unrolls its ranks, so 8 is also where it would spill first.
 from __future__ import annotations
 
 from tileflux.config import CommConfig
+from tileflux.kernels.launch import BLOCK, MAX_REGISTERS, NUM_WARPS
 from tileflux.testing.compile_gate import CompileCase, Imported
 
 __all__ = ["CASES"]
 
-_NUM_WARPS = 8
-_BLOCK = 2048
 _CONFIG = CommConfig(num_lanes=32, slot_bytes=64 * 1024)
+_OPTIONS = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS}
 _TABLES = {"extents_ptr": "*i64", "boxes_ptr": "*i64", "guard_ptr": "*i64"}
 _NUMBERS = {"op": "i32", "ragged": "i32", "send_bytes": "i64", "send_stride": "i64", "recv_bytes": "i64"}
 
@@ -24,7 +24,7 @@ def _move(world_size: int) -> CompileCase:
         kernel="tileflux.kernels.copy:_move_kernel",
         signature={"x": "i64", "out": "i64", **_TABLES, **_NUMBERS, "recv_stride": "i64", "min_pieces": "i64"},
         constexprs=_constexprs(world_size),
-        options={"num_warps": _NUM_WARPS},
+        options=_OPTIONS,
         waits=True,
         signals=True,
     )
@@ -36,7 +36,7 @@ def _reduce(world_size: int, element: str) -> CompileCase:
         kernel="tileflux.kernels.reduce:_reduce_kernel",
         signature={"x": "i64", "out": "i64", **_TABLES, **_NUMBERS},
         constexprs={"ELEMENT": Imported(f"triton.language:{element}"), **_constexprs(world_size)},
-        options={"num_warps": _NUM_WARPS},
+        options=_OPTIONS,
         waits=True,
         signals=True,
     )
@@ -47,7 +47,7 @@ def _constexprs(world_size: int) -> dict[str, object]:
         "WORLD": world_size,
         "LANES": _CONFIG.num_lanes,
         "SLOT_BYTES": _CONFIG.slot_bytes,
-        "BLOCK": _BLOCK,
+        "BLOCK": BLOCK,
     }
 
 

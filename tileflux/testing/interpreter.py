@@ -4,7 +4,6 @@ Stock Triton 3.6 (later versions alike where not said) under ``TRITON_INTERPRET=
 
 - computes with the raw bits of bf16 in ``tl.dot``, in arithmetic and in sums: garbage, and no error;
 - truncates fp32 to bf16 and rounds fp8 half away from zero, where the GPU rounds both to nearest even;
-- checks integer arithmetic for overflow, where compiled kernels wrap (flags rely on it);
 - makes loop variables Python ints, where compiled ones are tensors with a type and methods;
 - refuses inline asm and bf16 atomics, and with numpy >= 2.4 every loop over a kernel argument (3.6 only);
 - keeps the grid position in one global and patches ``tl`` around each launch, so two threads that launch at once get

@@ -1,0 +1,181 @@
+"""Ways to run a few ranks on this machine, and the choice among them."""
+
+from __future__ import annotations
+
+import enum
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tileflux import env
+from tileflux.errors import RankFailed, TilefluxError, TransportUnavailable
+from tileflux.testing.ranks import Where, run_ranks
+
+__all__ = [
+    "MPS_CONTROL",
+    "Place",
+    "World",
+    "choose",
+    "cpu_processes",
+    "explain",
+    "gpu_processes",
+    "is_unavailable",
+    "mps_processes",
+    "num_gpus",
+    "run",
+    "shared_gpu_processes",
+    "virtual_ranks",
+]
+
+MPS_CONTROL = "nvidia-cuda-mps-control"
+_GRACE_S = 10.0  # by which a process outlasts the virtual ranks in it, whose error says more
+
+
+class Place(enum.StrEnum):
+    """Where the user wants the ranks."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    LOCAL = "local"
+    MPS = "mps"
+
+
+@dataclass(frozen=True)
+class World:
+    """``size`` ranks, started by ``run_ranks`` as ``where`` and ``device`` say; ``text`` says it to people."""
+
+    size: int
+    where: Where
+    device: str
+    text: str
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether ranks use a GPU."""
+        return self.device != "cpu"
+
+
+def cpu_processes(size: int) -> World:
+    """Forked processes over shared memory."""
+    return World(size, "fork", "cpu", f"{_processes(size)} on the CPU, over shared memory")
+
+
+def virtual_ranks(size: int, device: str) -> World:
+    """Threads of one process, on the CPU or one GPU."""
+    return World(size, "virtual", device, f"{_ranks(size)} on {'the CPU' if device == 'cpu' else 'one GPU'}")
+
+
+def mps_processes(size: int) -> World:
+    """Processes side by side on one GPU."""
+    return World(size, "mps", "cuda:0", f"{_processes(size)} sharing one GPU under MPS")
+
+
+def shared_gpu_processes(size: int) -> World:
+    """Processes on one GPU that take turns. Works without MPS, slowly."""
+    return World(size, "spawn", "cuda:0", f"{_processes(size)} taking turns on one GPU")
+
+
+def gpu_processes(size: int) -> World:
+    """A GPU for each process."""
+    return World(size, "spawn", "cuda", f"{_processes(size)} with a GPU each")
+
+
+def _processes(size: int) -> str:
+    return f"{size} process{'es' if size > 1 else ''}"
+
+
+def _ranks(size: int) -> str:
+    return f"{size} virtual rank{'s' if size > 1 else ''}"
+
+
+def num_gpus() -> int:
+    """GPUs that torch can use. Asking creates no CUDA context, which would outlast the question."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def choose(place: Place, size: int) -> World:
+    """The world for a request. ``ValueError`` for one that this machine or its settings do not allow."""
+    gpus, transport = num_gpus(), env.transport()
+    if place is Place.AUTO:
+        usable = gpus if transport != "shm" and not env.interpreting() else 0
+        if usable >= size:
+            return gpu_processes(size)
+        if usable:
+            return mps_processes(size) if shutil.which(MPS_CONTROL) else virtual_ranks(size, "cuda:0")
+        place = Place.CPU
+    if place is Place.LOCAL:
+        return virtual_ranks(size, "cuda:0" if gpus and not env.interpreting() else "cpu")
+    wanted = "shm" if place is Place.CPU else "cuda"
+    if transport not in ("auto", wanted):
+        raise ValueError(f"TILEFLUX_TRANSPORT={transport} does not go with ranks that need {wanted}; unset it")
+    if place is Place.CPU:
+        return cpu_processes(size)
+    if not gpus:
+        raise ValueError("--where mps shares a GPU, and torch sees none here; use --where cpu or local")
+    if env.interpreting():
+        raise ValueError("TRITON_INTERPRET=1 keeps kernels off the GPU that --where mps shares; unset it")
+    if not shutil.which(MPS_CONTROL):
+        raise ValueError(f"--where mps needs {MPS_CONTROL}, which is not on PATH; use --where local")
+    return mps_processes(size)
+
+
+def run(
+    world: World,
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    timeout_s: float,
+    group_timeout_s: float | None = None,
+) -> list[Any]:
+    """``function(group, *args)`` on every rank; results in rank order, or ``RankFailed``.
+
+    Virtual ranks get a process of their own: threads cannot be stopped, a process can.
+    """
+    settings = {} if group_timeout_s is None else {"timeout_s": group_timeout_s}
+    if world.where != "virtual":
+        return run_ranks(
+            function, world.size, args=args, where=world.where, device=world.device, timeout_s=timeout_s,
+            group_kwargs=settings,
+        )  # fmt: skip
+    (results,) = run_ranks(
+        _run_virtual, 1, args=(world, function, args, timeout_s, settings), where="spawn" if world.on_gpu else "fork",
+        device=world.device, timeout_s=timeout_s + _GRACE_S, make_group=False,
+    )  # fmt: skip
+    return list(results)
+
+
+def _run_virtual(
+    rank: int,
+    num_processes: int,
+    world: World,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    timeout_s: float,
+    settings: dict[str, Any],
+) -> list[Any]:
+    try:
+        return run_ranks(
+            function, world.size, args=args, where="virtual", device=world.device, timeout_s=timeout_s,
+            group_kwargs=settings,
+        )  # fmt: skip
+    except RankFailed as error:
+        # Two layers of "rank 0 failed first" help nobody.
+        if error.cause is not None:
+            raise error.cause from None
+        raise TilefluxError(str(error).partition("\n")[0]) from None
+
+
+def is_unavailable(error: TilefluxError) -> bool:
+    """Whether the machine lacks something, as opposed to something having gone wrong."""
+    return isinstance(error.cause if isinstance(error, RankFailed) else error, TransportUnavailable)
+
+
+def explain(error: TilefluxError) -> tuple[str, str]:
+    """What went wrong, on one line, and how to mend it if the error knows."""
+    root = error.cause if isinstance(error, RankFailed) and is_unavailable(error) else error
+    line = str(root).partition("\n")[0]
+    text, _, fix = line.partition(". To fix: ")
+    return text, fix
