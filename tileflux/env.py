@@ -19,6 +19,7 @@ __all__ = [
     "interpreting",
     "local_rank",
     "scoped",
+    "set_variables",
     "share_gpu",
     "timeout_s",
     "torchrun_present",
@@ -54,6 +55,11 @@ def cpu_backend() -> str:
 def transport() -> str:
     """``auto``, ``shm`` or ``cuda``."""
     return _choice("TILEFLUX_TRANSPORT", "auto", ("auto", "shm", "cuda"))
+
+
+def set_variables() -> dict[str, str]:
+    """Those of ``VARIABLES`` that are set, with their text."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def interpreting() -> bool:

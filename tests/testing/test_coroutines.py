@@ -103,15 +103,31 @@ def test_children_end_before_their_parent_goes_on() -> None:
         assert root.result == [0, 1, 2]
 
 
-def test_deadlock_names_those_that_wait_and_for_what() -> None:
-    scheduler = Scheduler(4, max_steps=100)
+def test_wait_that_was_over_once_is_over() -> None:
+    scheduler = Scheduler(0, max_steps=100)
+    open_now = [True]
+
+    def pass_through() -> str:
+        scheduler.block(Until(lambda: open_now[0]))
+        open_now[0] = False
+        scheduler.switch()
+        return "through"
+
+    root = scheduler.spawn(pass_through, "visitor")
+    scheduler.run()
+    assert root.result == "through"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_deadlock_names_those_that_wait_and_for_what(seed: int) -> None:
+    scheduler = Scheduler(seed, max_steps=100)
     scheduler.spawn(lambda: scheduler.block(Until(lambda: False, "a letter")), "Vera")
     scheduler.spawn(lambda: scheduler.block(Until(lambda: False, "a call")), "Otto")
     scheduler.spawn(lambda: None, "nobody")
     with pytest.raises(Deadlock) as caught:
         scheduler.run()
     lines = str(caught.value).splitlines()
-    assert lines[0].startswith("every coroutine waits (seed 4, step ")
+    assert lines[0].startswith(f"every coroutine waits (seed {seed}, step ")
     assert lines[1:] == ["  Vera waits for a letter", "  Otto waits for a call"]
 
 

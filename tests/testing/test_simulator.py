@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tileflux import CommConfig, Group, all_gather, all_reduce, env
 from tileflux.errors import DataRace, Deadlock
-from tileflux.lang.signal import poll, signal, wait
+from tileflux.lang.signal import GLOBALTIMER, poll, signal, wait
 from tileflux.symm.base import FlagWrite
 from tileflux.symm.host_signal import HostWords
 from tileflux.testing.simulator import Simulator, simulate
@@ -240,6 +240,25 @@ def test_launches_of_a_coroutine_are_ordered_and_those_of_two_are_not() -> None:
         simulator.run()
 
 
+@triton.jit
+def _last_writes(counter):
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.store(counter, 5)
+
+
+def test_next_launch_comes_after_every_program_of_the_last() -> None:
+    simulator = Simulator(0)
+    counter = simulator.share(torch.zeros(1, dtype=torch.int32), "counter")
+
+    def run() -> None:
+        _last_writes[(3,)](counter)
+        _add_one[(1,)](counter)
+
+    simulator.spawn(run)
+    simulator.run()
+    assert counter.item() == 6
+
+
 def test_lost_update_shows_without_the_detector() -> None:
     def total(seed: int) -> int:
         simulator = Simulator(seed, races=False)
@@ -325,12 +344,33 @@ def test_deadlines_of_waits_do_not_run_in_simulations() -> None:
         simulator.run()
 
 
-def test_flags_are_compared_across_the_wrap() -> None:
-    simulator = Simulator(1)
-    flag = simulator.share(torch.full((1,), 2**31 - 1, dtype=torch.int32), "flag")
-    simulator.spawn(lambda: _await_value[(1,)](flag, -(2**31)))
-    simulator.spawn(lambda: _signal_only[(1,)](flag, -(2**31)))
+def test_kernels_read_simulated_time() -> None:
+    times = torch.zeros(2, dtype=torch.int64)
+    simulator = Simulator(0, switch_everywhere=True)
+    simulator.spawn(lambda: _read_clock_twice[(1,)](times))
     simulator.run()
+    assert 0 < times[0].item() < times[1].item() < 1_000_000
+
+
+@triton.jit
+def _read_clock_twice(out):
+    for i in range(2):
+        lanes = tl.arange(0, 1)
+        now = tl.inline_asm_elementwise(GLOBALTIMER, "=l,r", [lanes], dtype=tl.int64, is_pure=False, pack=1)
+        tl.store(out + i + lanes, now)
+
+
+def test_flags_are_compared_across_the_wrap() -> None:
+    for has_signaller in (True, False):
+        simulator = Simulator(1)
+        flag = simulator.share(torch.full((1,), 2**31 - 1, dtype=torch.int32), "flag")
+        simulator.spawn(lambda flag=flag: _await_value[(1,)](flag, -(2**31)))
+        if has_signaller:
+            simulator.spawn(lambda flag=flag: _signal_only[(1,)](flag, -(2**31)))
+            simulator.run()
+        else:
+            with pytest.raises(Deadlock, match=r"flag\+0 to reach -2147483648; it stands at 2147483647"):
+                simulator.run()
 
 
 @triton.jit
@@ -376,6 +416,48 @@ def test_rank_that_does_not_come_to_the_barrier_is_a_deadlock() -> None:
 
     with pytest.raises(Deadlock, match="rank 1 waits for all ranks to come to host barrier 0"):
         simulate(lazy, 2, seed=0)
+
+
+def _write_to_neighbour(group: Group, meets: bool) -> float:
+    data = group.region("data", 64)
+    out = torch.zeros(1)
+    if group.rank == 0:
+        _fill[(1,)](data.view(1, torch.float32), 4.0)
+    if meets:
+        group.barrier()
+    if group.rank == 1:
+        _read_one[(1,)](data.view(dtype=torch.float32), out)
+    return out.item()
+
+
+def test_host_barrier_orders_what_kernels_did() -> None:
+    for seed in range(4):
+        assert simulate(_write_to_neighbour, 2, seed=seed, args=(True,)) == [0.0, 4.0]
+        with pytest.raises(DataRace, match=r"rank 1 data\+0"):
+            simulate(_write_to_neighbour, 2, seed=seed, args=(False,))
+
+
+def _copy_between_kernels(group: Group, waits: bool) -> None:
+    """The copy reads what a kernel before it wrote, and a kernel after it writes that again."""
+    source = group.region("source", 64).view(dtype=torch.float32)
+    _fill[(1,)](source, 1.0)
+    copy = group.copy_async(torch.zeros(16), source)
+    if waits:
+        copy.wait()
+    _fill[(1,)](source, 2.0)
+    copy.wait()
+
+
+def test_copies_are_ordered_after_their_call_and_before_their_wait() -> None:
+    for seed in range(4):
+        simulate(_copy_between_kernels, 1, seed=seed, args=(True,))
+        with pytest.raises(DataRace, match=r"rank 0 source\+0"):
+            simulate(_copy_between_kernels, 1, seed=seed, args=(False,))
+
+
+@triton.jit
+def _fill(data, value):
+    tl.store(data + tl.arange(0, 16), value)
 
 
 def _send_by_copy(group: Group, signalled: bool) -> float:

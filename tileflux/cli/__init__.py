@@ -46,8 +46,8 @@ def _root(
 
     \b
     Examples:
-      tileflux demo            run and check every collective on what is here
-      tileflux doctor          what works on this machine, and how to mend the rest
+      tileflux demo            run every collective on this machine, and check it
+      tileflux doctor          what works on this machine, and what does not
       tileflux doctor --json   the same for a bug report or a script
     """
     if context.invoked_subcommand is None:
@@ -67,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Typer's own errors have no common public base in all its versions, but all of them can do this.
         if not hasattr(error, "format_message"):
             raise
-        first, *more = str(error.format_message()).split("\n")
-        message = " ".join([first, *(line.strip() for line in more)]).rstrip()
-        typer.echo(f"tileflux: {message} See 'tileflux --help'.", err=True)
+        message = " ".join(str(error.format_message()).split()).rstrip(".")
+        command = getattr(getattr(error, "ctx", None), "command_path", "tileflux")
+        typer.echo(f"{command}: {message}. See '{command} --help'.", err=True)
         status = int(getattr(error, "exit_code", 2))
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -60,35 +60,33 @@ class World:
 
 def cpu_processes(size: int) -> World:
     """Forked processes over shared memory."""
-    return World(size, "fork", "cpu", f"{_processes(size)} on the CPU, over shared memory")
+    return World(size, "fork", "cpu", f"{_count(size, 'CPU process')} over shared memory")
 
 
 def virtual_ranks(size: int, device: str) -> World:
     """Threads of one process, on the CPU or one GPU."""
-    return World(size, "virtual", device, f"{_ranks(size)} on {'the CPU' if device == 'cpu' else 'one GPU'}")
+    place = "the CPU" if device == "cpu" else "one GPU"
+    return World(size, "virtual", device, f"{_count(size, 'virtual rank')} on {place}")
 
 
 def mps_processes(size: int) -> World:
     """Processes side by side on one GPU."""
-    return World(size, "mps", "cuda:0", f"{_processes(size)} sharing one GPU under MPS")
+    return World(size, "mps", "cuda:0", f"{_count(size, 'process')} sharing one GPU under MPS")
 
 
 def shared_gpu_processes(size: int) -> World:
     """Processes on one GPU that take turns. Works without MPS, slowly."""
-    return World(size, "spawn", "cuda:0", f"{_processes(size)} taking turns on one GPU")
+    return World(size, "spawn", "cuda:0", f"{_count(size, 'process')} taking turns on one GPU")
 
 
 def gpu_processes(size: int) -> World:
     """A GPU for each process."""
-    return World(size, "spawn", "cuda", f"{_processes(size)} with a GPU each")
+    return World(size, "spawn", "cuda", f"{_count(size, 'process')} with a GPU each")
 
 
-def _processes(size: int) -> str:
-    return f"{size} process{'es' if size > 1 else ''}"
-
-
-def _ranks(size: int) -> str:
-    return f"{size} virtual rank{'s' if size > 1 else ''}"
+def _count(size: int, noun: str) -> str:
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{size} {noun}{plural if size > 1 else ''}"
 
 
 def num_gpus() -> int:

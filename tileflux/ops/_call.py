@@ -10,7 +10,17 @@ from tileflux.errors import PeerTimeout
 from tileflux.kernels.prepare import prepare
 from tileflux.symm.group import Group
 
-__all__ = ["REDUCIBLE", "as_bytes", "begin", "check_out", "check_reducible", "check_sizes", "check_tensor", "guarded"]
+__all__ = [
+    "REDUCIBLE",
+    "as_bytes",
+    "begin",
+    "check_out",
+    "check_reducible",
+    "check_sizes",
+    "check_tensor",
+    "guarded",
+    "sum_in_rank_order",
+]
 
 REDUCIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -21,6 +31,8 @@ def check_tensor(op: str, name: str, tensor: torch.Tensor, group: Group) -> None
         raise ValueError(
             f"{op}: group should be a tileflux.Group, not {type(group).__name__}; see Group.from_process_group"
         )
+    if not torch.compiler.is_compiling():
+        group.ensure_usable()
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{op}: {name} should be a tensor, not {type(tensor).__name__}")
     if tensor.device != group.device:
@@ -69,6 +81,14 @@ def begin(op: str, group: Group, same: object, claims: Mapping[str, object] | No
         group.agree(op, same, claims)
     group.order_stream()
     prepare(group)
+
+
+def sum_in_rank_order(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What a reduction of all ranks' ``inputs`` promises, bit for bit: fp32 sums from rank 0 on, rounded once."""
+    total = torch.zeros(inputs[0].shape, dtype=torch.float32, device=inputs[0].device)
+    for x in inputs:
+        total += x.float()
+    return total.to(inputs[0].dtype)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

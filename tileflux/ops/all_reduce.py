@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tileflux.kernels.copy import move
 from tileflux.kernels.plan import Extent, gather_plan, part, reduce_plan
 from tileflux.kernels.reduce import reduce
-from tileflux.ops._call import begin, check_out, check_reducible, check_tensor, guarded
+from tileflux.ops._call import begin, check_out, check_reducible, check_tensor, guarded, sum_in_rank_order
 from tileflux.ops._library import register
 from tileflux.symm.group import Group, group_by_name
 
@@ -99,4 +99,4 @@ def all_reduce_reference(x: torch.Tensor, process_group: dist.ProcessGroup | Non
     """The same over ``torch.distributed``: gather all inputs, sum in fp32 in rank order."""
     inputs = [torch.empty_like(x) for _ in range(dist.get_world_size(process_group))]
     dist.all_gather(inputs, x.contiguous(), group=process_group)
-    return torch.stack([part.float() for part in inputs]).cumsum(0)[-1].to(x.dtype)
+    return sum_in_rank_order(inputs)

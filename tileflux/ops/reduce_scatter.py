@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tileflux.kernels.plan import reduce_plan, split_rows
 from tileflux.kernels.reduce import reduce
-from tileflux.ops._call import begin, check_out, check_reducible, check_sizes, check_tensor, guarded
+from tileflux.ops._call import begin, check_out, check_reducible, check_sizes, check_tensor, guarded, sum_in_rank_order
 from tileflux.ops._library import register
 from tileflux.symm.group import Group, group_by_name
 
@@ -82,6 +82,4 @@ def reduce_scatter_reference(
     rows = list(split_rows(x.shape[0], world_size) if sizes is None else sizes)
     inputs = [torch.empty_like(x) for _ in rows]
     dist.all_gather(inputs, x.contiguous(), group=process_group)
-    begin_row = sum(rows[:rank])
-    total = sum((part[begin_row : begin_row + rows[rank]].float() for part in inputs), torch.zeros(()))
-    return torch.as_tensor(total).to(x.dtype)
+    return sum_in_rank_order([each.split(rows)[rank] for each in inputs])

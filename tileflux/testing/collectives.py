@@ -13,6 +13,7 @@ import torch
 
 from tileflux import ops
 from tileflux.kernels.plan import split_rows
+from tileflux.ops._call import sum_in_rank_order
 from tileflux.symm.group import Group
 from tileflux.testing.numerics import assert_close, poisoned
 
@@ -44,14 +45,6 @@ def random_inputs(world_size: int, shape: tuple[int, ...], dtype: torch.dtype, s
     return [each.view(dtype).view(shape) for each in drawn]
 
 
-def _total(xs: Inputs) -> torch.Tensor:
-    """fp32 sum in rank order, rounded once: what the reductions promise bit for bit."""
-    total = torch.zeros(xs[0].shape)
-    for x in xs:
-        total += x.float()
-    return total.to(xs[0].dtype)
-
-
 def _uneven(num_rows: int, world_size: int) -> list[int]:
     """Rows per rank that differ, zero among them."""
     return [(rank * (num_rows + 3) + num_rows // 2) % (num_rows + 1) for rank in range(world_size)]
@@ -78,7 +71,7 @@ def _expect_all_to_all_uneven(xs: Inputs, rank: int) -> torch.Tensor:
 def _shard(xs: Inputs, rank: int) -> torch.Tensor:
     rows = split_rows(xs[0].shape[0], len(xs))
     begin = sum(rows[:rank])
-    return _total(xs)[begin : begin + rows[rank]]
+    return sum_in_rank_order(xs)[begin : begin + rows[rank]]
 
 
 def _even_rows(xs: Inputs) -> list[torch.Tensor]:
@@ -108,12 +101,12 @@ COLLECTIVES: tuple[Collective, ...] = (
     Collective(
         "all_reduce, one shot", True, list,
         lambda g, xs, out: ops.all_reduce(xs[g.rank], group=g, algorithm="one_shot", out=out),
-        lambda xs, rank: _total(xs),
+        lambda xs, rank: sum_in_rank_order(xs),
     ),
     Collective(
         "all_reduce, two shot", True, list,
         lambda g, xs, out: ops.all_reduce(xs[g.rank], group=g, algorithm="two_shot", out=out),
-        lambda xs, rank: _total(xs),
+        lambda xs, rank: sum_in_rank_order(xs),
     ),
     Collective(
         "all_to_all", False, _even_rows, lambda g, xs, out: ops.all_to_all(xs[g.rank], group=g, out=out), _run_of,

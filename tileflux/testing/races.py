@@ -5,9 +5,8 @@ lies there, and a launch carries the clock into its programs and back. Two acces
 of them a write, are a race when neither coroutine's clock shows that the other access came before, whatever order this
 particular schedule put them in. So one schedule tells of errors that would go wrong only under another.
 
-The shadow keeps the last write and the last read by each coroutine. It starts with one cell per 8 bytes and is refined
-when an access is smaller. After a write that follows all reads the reads are forgotten: a later access that is not
-ordered after them is not ordered after the write either.
+The shadow keeps the last write, the last atomic write and each coroutine's last read. It starts with the cell size of the
+first access and is refined when an access is smaller, so that neighbours are never taken for one another.
 """
 
 from __future__ import annotations
@@ -262,8 +261,6 @@ class RaceDetector:
             return
         shadow.writer[cells] = slot
         shadow.written[cells] = clock[slot]
-        for clocks in shadow.read.values():
-            clocks[cells] = 0
         self._forget_published(shared.start + block.start, shared.start + block.stop)
 
     def _check(

@@ -1,0 +1,214 @@
+"""Groups: from whom they are made, what they refuse, and how they end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tileflux
+from tileflux import CommConfig, env
+from tileflux.errors import GroupBroken, GroupClosed, MismatchError, PeerTimeout, TransportUnavailable
+from tileflux.symm.group import Group, group_by_name
+from tileflux.testing import run_ranks
+
+
+def _several_groups(world: Group) -> None:
+    """Odd and even ranks in groups of their own beside the world, all in use at once."""
+    rank = dist.get_rank()
+    parts = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 2), (1, 3), (3, 0))}
+    groups = {}
+    for ranks, process_group in parts.items():
+        if rank in ranks:
+            groups[ranks] = Group.from_process_group(process_group)
+        else:
+            with pytest.raises(ValueError, match=f"global rank {rank} is not in this process group"):
+                Group.from_process_group(process_group)
+    again = Group.from_process_group()
+    for _ in range(5):
+        for ranks, group in groups.items():
+            members = dist.get_process_group_ranks(parts[ranks])
+            assert group.world_size == 2 and members[group.rank] == rank
+            gathered = tileflux.all_gather(torch.tensor([rank]), group=group)
+            assert gathered.tolist() == members
+        assert tileflux.all_gather(torch.tensor([rank]), group=world).tolist() == [0, 1, 2, 3]
+        assert tileflux.all_reduce(torch.ones(3), group=again).tolist() == [4.0] * 3
+    for group in (*groups.values(), again):
+        group.close()
+
+
+def test_subgroups_and_several_groups_in_one_process() -> None:
+    run_ranks(_several_groups, 4)
+
+
+def test_a_group_needs_torch_distributed() -> None:
+    with pytest.raises(ValueError, match="not initialised"):
+        Group.from_process_group()
+    with env.scoped({"RANK": None}), pytest.raises(ValueError, match="start with torchrun"):
+        Group.from_env()
+
+
+def test_torchrun_environment() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = textwrap.dedent(
+        """
+        import torch, torch.distributed as dist, tileflux
+        with tileflux.Group.from_env(device="cpu") as group:
+            total = tileflux.all_reduce(torch.ones(5) * (group.rank + 1), group=group)
+            assert total.tolist() == [3.0] * 5, total
+        dist.destroy_process_group()
+        """
+    )
+    settings = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    settings["TILEFLUX_TRANSPORT"] = "shm"
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code], env={**settings, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=60) for process in ranks] == [0, 0]
+
+
+def test_traits_of_cpu_groups() -> None:
+    groups = tileflux.local_groups(3)
+    assert groups[1].traits.links == ("same process", "self", "same process")
+    assert not groups[1].traits.copies_need_sms and not groups[1].traits.has_multicast
+    assert groups[1].transport == "local" and groups[1].stream is None
+    assert "rank 1 of 3" in repr(groups[1])
+    for group in groups:
+        group.close()
+
+
+def _shm_traits(group: Group) -> None:
+    assert group.transport == "shm" and group.device == torch.device("cpu")
+    assert sorted(group.traits.links) == ["self", "shared memory"]
+
+
+def test_traits_of_process_groups() -> None:
+    run_ranks(_shm_traits, 2)
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="world_size=0"):
+        tileflux.local_groups(0)
+    with pytest.raises(ValueError, match="timeout_s=-1"):
+        tileflux.local_groups(2, timeout_s=-1)
+
+
+def test_closed_groups_say_so_and_free_their_memory() -> None:
+    groups = tileflux.local_groups(2)
+    name = groups[0].name
+    assert group_by_name(name) is groups[0]
+    for group in groups:
+        group.close()
+        group.close()
+    for call in (lambda: tileflux.all_gather(torch.ones(1), group=groups[0]), groups[0].barrier, groups[0].synchronize):
+        with pytest.raises(GroupClosed, match="was closed"):
+            call()
+    with pytest.raises(GroupClosed, match=name):
+        group_by_name(name)
+    assert groups[0].memory_summary().heap_bytes == 0
+
+
+def test_a_group_closes_with_its_block() -> None:
+    (group,) = tileflux.local_groups(1)
+    with group as entered, pytest.raises(ZeroDivisionError):
+        assert entered is group
+        raise ZeroDivisionError
+    with pytest.raises(GroupClosed):
+        group.barrier()
+
+
+def _barrier_without_one(group: Group) -> None:
+    if group.rank == 1:
+        time.sleep(1.2)
+        return
+    with pytest.raises(PeerTimeout) as caught:
+        group.barrier()
+    assert caught.value.peer == 1 and caught.value.op == "Group.barrier"
+    with pytest.raises(GroupBroken):
+        group.barrier()
+
+
+@pytest.mark.parametrize("where", ["fork", "virtual"])
+def test_barrier_names_who_did_not_come(where: str) -> None:
+    run_ranks(_barrier_without_one, 2, where=where, group_kwargs={"timeout_s": 0.5})  # type: ignore[arg-type]
+
+
+def _differ_in_settings(world: Group) -> str:
+    with pytest.raises(MismatchError) as caught:
+        Group.from_process_group(config=CommConfig(num_lanes=world.rank + 1), device="cpu")
+    return str(caught.value)
+
+
+def test_ranks_must_agree_on_settings() -> None:
+    for text in run_ranks(_differ_in_settings, 2):
+        assert "num_lanes=1" in text and "num_lanes=2" in text
+
+
+def _disagree(group: Group, by: str) -> str:
+    x = torch.ones(4, 2)
+    with pytest.raises(MismatchError) as caught:
+        if by == "dtype":
+            tileflux.all_gather(x.to(torch.float32 if group.rank else torch.float16), group=group)
+        elif by == "shape":
+            tileflux.all_reduce(x[: 3 + group.rank], group=group)
+        elif by == "op":
+            (tileflux.all_reduce if group.rank else tileflux.all_gather)(x, group=group)
+        elif by == "root":
+            tileflux.broadcast(x, group=group, root=group.rank)
+        else:
+            sizes = [[2, 2], [3, 1]][group.rank]
+            tileflux.all_to_all(x, group=group, input_sizes=sizes, output_sizes=[sizes[group.rank], 2][:: 1 - 2 * group.rank])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("by", "parts"),
+    [
+        ("dtype", ("float16", "float32", "all ranks of a group must make the same call")),
+        ("shape", ("(3, 2)", "(4, 2)")),
+        ("op", ("all_reduce", "all_gather")),
+        ("root", ("torch.float32, 0", "torch.float32, 1")),
+        ("pairs", ("rows from rank",)),
+    ],
+)
+def test_checking_finds_calls_that_differ(by: str, parts: tuple[str, ...]) -> None:
+    for text in run_ranks(_disagree, 2, args=(by,), group_kwargs={"check": True}):
+        for part in parts:
+            assert part in text
+
+
+def test_checking_between_virtual_ranks() -> None:
+    first, second = tileflux.local_groups(2, check=True, timeout_s=0.5)
+    caller = threading.Thread(target=lambda: pytest.raises(PeerTimeout, tileflux.all_reduce, torch.ones(4), group=first))
+    caller.start()
+    time.sleep(0.1)
+    with pytest.raises(MismatchError, match=r"rank 1 has \(\(5,\).*but rank 0 has \(\(4,\)"):
+        tileflux.all_reduce(torch.ones(5), group=second)
+    caller.join()
+    for group in (first, second):
+        group.close()
+
+
+def _wrong_devices(world: Group) -> None:
+    with env.scoped({"TILEFLUX_TRANSPORT": "shm"}), pytest.raises(ValueError, match="carries CPU tensors"):
+        Group.from_process_group(device="cuda")
+    with env.scoped({"TILEFLUX_TRANSPORT": "cuda"}), pytest.raises(ValueError, match="carries CUDA tensors"):
+        Group.from_process_group(device="cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(TransportUnavailable, match="needs a GPU"):
+            Group.from_process_group(device="cuda")
+
+
+def test_transports_refuse_the_wrong_device() -> None:
+    run_ranks(_wrong_devices, 1)

@@ -1,0 +1,187 @@
+"""``tileflux demo``: every collective on what is here, checked, then timed. What a rank does is in ``_measure.py``."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+import tileflux
+from tileflux import env
+from tileflux.cli._console import Progress, fail, make_console
+from tileflux.cli._measure import DTYPE, RankReport, measure, sizes
+from tileflux.cli._worlds import Place, World, choose, explain, is_unavailable, run, virtual_ranks
+from tileflux.errors import RankFailed, TilefluxError
+from tileflux.testing.collectives import COLLECTIVES
+
+__all__ = ["Row", "demo", "merge"]
+
+_TIMEOUT_S = 240.0
+_MAX_RANKS = 16
+
+
+@dataclass(frozen=True)
+class Row:
+    """One collective at one size, over all ranks."""
+
+    name: str
+    nbytes: int
+    checked: tuple[str, ...]
+    problems: tuple[str, ...]
+    seconds: float | None
+    """Of the slowest rank; None where a result was wrong."""
+
+
+def demo(
+    world: Annotated[int, typer.Option("--world", min=1, max=_MAX_RANKS, help="Number of ranks.")] = 4,
+    where: Annotated[
+        Place,
+        typer.Option(
+            "--where",
+            help="auto: a GPU each if there are enough, else one GPU shared, else the CPU. cpu: processes over shared "
+            "memory. local: virtual ranks in one process. mps: processes sharing one GPU.",
+        ),
+    ] = Place.AUTO,
+) -> None:
+    """Run every collective on this machine, check each result bit for bit, and time it.
+
+    Results are compared with what all ranks' inputs say they must be and, between processes, with torch.distributed.
+    A wrong result gets no time, and the exit status is 1.
+
+    \b
+    Examples:
+      tileflux demo                  4 ranks on the best that is here
+      tileflux demo --where cpu      4 CPU processes, also beside a GPU
+      tileflux demo --world 2        two ranks
+    """
+    console = make_console()
+    try:
+        chosen = _choose(where, world)
+    except ValueError as error:
+        fail("demo", str(error), 2)
+    start = time.monotonic()
+    chosen, reports = _run(console, chosen, may_fall_back=where is Place.AUTO)
+    rows = merge(reports)
+    _show(console, rows)
+    wrong = sum(1 for row in rows if row.problems)
+    place = f"{chosen.text} ({reports[0].device_name})" if chosen.on_gpu else chosen.text
+    if wrong:
+        console.print(f"[bold red]{wrong} of {len(rows)} results are wrong[/] on {place}.")
+        raise typer.Exit(1)
+    took = time.monotonic() - start
+    console.print(f"[bold green]All {len(rows)} results are right[/] to the last bit on {place}, in {took:.1f} s.")
+
+
+def _choose(place: Place, size: int) -> World:
+    # Asked for here, so that a wrong value is told before ranks start, and once.
+    env.timeout_s(), env.check()
+    world = choose(place, size)
+    if not world.on_gpu and env.cpu_backend() != "host":
+        raise ValueError("TILEFLUX_CPU_BACKEND=interpret would time Triton's interpreter; unset it for the demo")
+    return world
+
+
+def _run(console: Console, world: World, may_fall_back: bool) -> tuple[World, list[RankReport]]:
+    """The ranks' reports, and the world they are from: virtual ranks instead, where MPS turned out not to work."""
+    console.print(f"tileflux {tileflux.__version__} demo: {world.text}", soft_wrap=True)
+    try:
+        return world, _run_ranks(console, world)
+    except TilefluxError as error:
+        what, fix = explain(error)
+        if not (may_fall_back and world.where == "mps" and is_unavailable(error)):
+            if fix:
+                what += f"; to fix: {fix}"
+            # A traceback only for what is not understood: a rank's own errors say what happened.
+            if isinstance(error, RankFailed) and not isinstance(error.cause, TilefluxError | None):
+                what = str(error)
+            fail("demo", what, 1)
+        console.print(f"MPS does not work here: {what}", soft_wrap=True)
+    return _run(console, virtual_ranks(world.size, world.device), may_fall_back=False)
+
+
+def _run_ranks(console: Console, world: World) -> list[RankReport]:
+    chosen = sizes(world.on_gpu, world.size)
+    names = [collective.name for _ in chosen for collective in COLLECTIVES]
+    with tempfile.TemporaryDirectory(prefix="tileflux-demo-") as folder:
+        ticks = Path(folder, "ticks") if console.is_terminal else None
+
+        def describe() -> str:
+            done = ticks.stat().st_size if ticks is not None and ticks.exists() else -1
+            if done < 0:
+                return "starting ranks and checking results"
+            return f"timing {done + 1} of {len(names)}: {names[done]}" if done < len(names) else "checking once more"
+
+        with Progress(console, describe):
+            return run(world, measure, (chosen, ticks), timeout_s=_TIMEOUT_S)
+
+
+def merge(reports: Sequence[RankReport]) -> list[Row]:
+    """Rows of the table: a result is right if it is on every rank, and as slow as on the slowest."""
+    rows = []
+    for outcomes in zip(*(report.outcomes for report in reports), strict=True):
+        problems = tuple(outcome.problem for outcome in outcomes if outcome.problem)
+        seconds = None if problems else max(outcome.seconds for outcome in outcomes)
+        nbytes = max(outcome.nbytes for outcome in outcomes)
+        rows.append(Row(outcomes[0].name, nbytes, outcomes[0].checked, problems, seconds))
+    return rows
+
+
+def _show(console: Console, rows: Sequence[Row]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("collective", no_wrap=True)
+    for heading in ("message", "time", "GB/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("checked", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for index, row in enumerate(rows):
+        table.add_row(
+            row.name,
+            _bytes_text(row.nbytes),
+            "" if row.seconds is None else _time_text(row.seconds),
+            "" if row.seconds is None else _rate_text(row.nbytes / row.seconds),
+            ", ".join(row.checked),
+            Text("right", "green") if not row.problems else Text("WRONG", "bold red"),
+        )
+        if (index + 1) % len(COLLECTIVES) == 0:
+            table.add_row()
+    console.print()
+    console.print(table)
+    for row in rows:
+        if row.problems:
+            console.print(f"[red]{row.name}, {_bytes_text(row.nbytes)}[/]: {escape(row.problems[0])}", soft_wrap=True)
+    dtype = str(DTYPE).removeprefix("torch.")
+    checks = "bits: every bit as the inputs of all ranks say."
+    if "torch" in rows[0].checked:
+        checks += " torch: the same from torch.distributed."
+    console.print(
+        f"message: the larger of a rank's input and output, in {dtype}. time: per call, median of batches, slowest rank. "
+        f"GB/s: message over time. {checks}",
+        style="dim", width=min(80, console.width),
+    )  # fmt: skip
+    console.print()
+
+
+def _bytes_text(nbytes: int) -> str:
+    return f"{_figure(nbytes / 1024)} KiB" if nbytes < 1 << 20 else f"{_figure(nbytes / (1 << 20))} MiB"
+
+
+def _time_text(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def _rate_text(bytes_per_s: float) -> str:
+    rate = bytes_per_s / 1e9
+    return f"{rate:.2f}" if rate < 10 else f"{rate:.0f}"
+
+
+def _figure(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
