@@ -57,9 +57,9 @@ def transport() -> str:
     return _choice("TILEFLUX_TRANSPORT", "auto", ("auto", "shm", "cuda"))
 
 
-def set_variables() -> dict[str, str]:
-    """Those of ``VARIABLES`` that are set, with their text."""
-    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+def set_variables(others: Iterable[str] = ()) -> dict[str, str]:
+    """Those of ``VARIABLES`` and ``others`` that are set, with their text."""
+    return {name: os.environ[name] for name in (*VARIABLES, *others) if name in os.environ}
 
 
 def interpreting() -> bool:

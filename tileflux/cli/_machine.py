@@ -20,6 +20,8 @@ from tileflux.cli._worlds import MPS_CONTROL
 
 __all__ = ["Gpu", "Link", "Machine", "inspect_machine"]
 
+_FOREIGN = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "GLOO_SOCKET_IFNAME", "TRITON_INTERPRET")
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -57,7 +59,7 @@ class Machine:
     mps_control: str
     """Path of the MPS control program; empty if there is none."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Settings of ours in the environment."""
+    """Settings in the environment, of ours and of others that change what works."""
 
 
 def inspect_machine() -> Machine:
@@ -82,7 +84,7 @@ def inspect_machine() -> Machine:
         num_driver_gpus=num_driver_gpus,
         gpu_problem=problem,
         mps_control=shutil.which(MPS_CONTROL) or "",
-        variables=env.set_variables(),
+        variables=env.set_variables(_FOREIGN),
     )
 
 

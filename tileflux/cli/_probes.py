@@ -63,7 +63,7 @@ def run_probe(probe: Probe) -> Check:
     """Try it. Whatever goes wrong is in the answer."""
 
     def outcome(status: Status, detail: str, fix: str = "") -> Check:
-        return Check(probe.name, probe.title, status, detail, fix, time.monotonic() - start)
+        return Check(probe.name, probe.title, status, detail, fix, round(time.monotonic() - start, 3))
 
     start = time.monotonic()
     if probe.not_applicable:
@@ -74,7 +74,7 @@ def run_probe(probe: Probe) -> Check:
             return outcome(Status.OK, probe.run())
     except TilefluxError as error:
         detail, fix = _worlds.explain(error)
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:
         detail, fix = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", ""
     return outcome(Status.FAILED, detail, fix or probe.fix)
 
@@ -87,7 +87,7 @@ def make_probes(machine: Machine) -> Iterator[Probe]:
         "torch uses the GPUs",
         lambda: _use_gpus(machine),
         "install a torch built for CUDA that this driver supports, and check CUDA_VISIBLE_DEVICES",
-        "" if machine.gpus or machine.num_driver_gpus or machine.gpu_problem else _NO_GPU,
+        _why_no_gpu(machine),
     )
     yield Probe(
         "shm",
@@ -136,9 +136,18 @@ def make_probes(machine: Machine) -> Iterator[Probe]:
     )
 
 
+def _why_no_gpu(machine: Machine) -> str:
+    """Why nobody would expect torch to use a GPU here; empty if it should."""
+    if machine.gpus or machine.gpu_problem:
+        return ""
+    if "CUDA_VISIBLE_DEVICES" in machine.variables:
+        return "CUDA_VISIBLE_DEVICES leaves none"
+    return "" if machine.num_driver_gpus else _NO_GPU
+
+
 def _use_gpus(machine: Machine) -> str:
     if machine.gpus:
-        return f"{len(machine.gpus)} of them" if len(machine.gpus) > 1 else "one"
+        return f"{len(machine.gpus)} of {machine.num_driver_gpus or len(machine.gpus)}"
     raise RuntimeError(machine.gpu_problem or f"the driver lists {machine.num_driver_gpus}, torch sees none")
 
 

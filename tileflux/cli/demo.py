@@ -78,7 +78,7 @@ def demo(
         console.print(f"[bold red]{wrong} of {len(rows)} results are wrong[/] on {place}.")
         raise typer.Exit(1)
     took = time.monotonic() - start
-    console.print(f"[bold green]All {len(rows)} results are right[/] to the last bit on {place}, in {took:.1f} s.")
+    console.print(f"[bold green]All {len(rows)} results are right[/] on {place}, in {took:.1f} s.")
 
 
 def _choose(place: Place, size: int) -> World:
@@ -138,7 +138,7 @@ def merge(reports: Sequence[RankReport]) -> list[Row]:
 def _show(console: Console, rows: Sequence[Row]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("collective", no_wrap=True)
-    for heading in ("message", "time", "GB/s"):
+    for heading in ("message", "time", "rate"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("checked", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
@@ -163,8 +163,8 @@ def _show(console: Console, rows: Sequence[Row]) -> None:
     if "torch" in rows[0].checked:
         checks += " torch: the same from torch.distributed."
     console.print(
-        f"message: the larger of a rank's input and output, in {dtype}. time: per call, median of batches, slowest rank. "
-        f"GB/s: message over time. {checks}",
+        f"message: the larger of a rank's input and output, in {dtype}. time: of one call, median of batches, slowest "
+        f"rank. rate: message over time. {checks}",
         style="dim", width=min(80, console.width),
     )  # fmt: skip
     console.print()
@@ -179,8 +179,7 @@ def _time_text(seconds: float) -> str:
 
 
 def _rate_text(bytes_per_s: float) -> str:
-    rate = bytes_per_s / 1e9
-    return f"{rate:.2f}" if rate < 10 else f"{rate:.0f}"
+    return f"{_figure(bytes_per_s / 1e6)} MB/s" if bytes_per_s < 1e9 else f"{_figure(bytes_per_s / 1e9)} GB/s"
 
 
 def _figure(value: float) -> str:

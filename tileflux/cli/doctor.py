@@ -77,15 +77,16 @@ def _run(console: Console, probes: Sequence[Probe], quiet: bool) -> list[Check]:
 def _show_machine(console: Console, machine: Machine) -> None:
     facts = {name: version or "none" for name, version in machine.versions.items()}
     facts["MPS"] = machine.mps_control or "no control program on PATH"
-    facts |= machine.variables
     for gpu in machine.gpus:
         multicast = ", multicast" if gpu.multicast else ""
         memory = f"{gpu.memory_bytes / (1 << 30):.0f} GiB"
-        facts[f"GPU {gpu.index}"] = f"{gpu.name}, sm_{gpu.capability.replace('.', '')}, {gpu.num_sms} SMs, {memory}{multicast}"
+        chip = f"{gpu.name}, sm_{gpu.capability.replace('.', '')}"
+        facts[f"GPU {gpu.index}"] = f"{chip}, {gpu.num_sms} SMs, {memory}{multicast}"
     if not machine.gpus:
         facts["GPUs"] = "none that torch can use"
     for pairs, text in _grouped(machine.links).items():
         facts[f"links {pairs}"] = text
+    facts |= machine.variables
     table = _grid()
     for name, value in facts.items():
         table.add_row(Text(name, "bold"), escape(value))
@@ -104,7 +105,7 @@ def _grouped(links: Sequence[Link]) -> dict[str, str]:
         text = f"{link.kind}, {'peer access' if link.peer_access else 'no peer access'}"
         by_text.setdefault(text, []).append("-".join(map(str, link.gpus)))
     if len(by_text) == 1 and len(links) > 1:
-        return {"all": text for text in by_text}
+        return {"all": next(iter(by_text))}
     return {" ".join(pairs): text for text, pairs in by_text.items()}
 
 

@@ -17,7 +17,7 @@ import torch
 from tileflux import device as device_info
 from tileflux.symm.base import Copy, FlagWrite, Segment, Traits, Transport
 from tileflux.symm.host_copy import HostCopier
-from tileflux.symm.rendezvous import disagreement
+from tileflux.symm.rendezvous import disagreement, other_purpose
 from tileflux.symm.stream_copy import StreamCopier
 
 __all__ = ["LocalTransport", "local_transports"]
@@ -83,9 +83,10 @@ class LocalTransport(Transport):
             if entry.num_ranks_seen == self.world_size:
                 del self._world.ledger[self._num_agreements]
             self._num_agreements += 1
-        if entry.what != what or entry.value != value:
-            theirs = entry.value if entry.what == what else f"'{entry.what}' {entry.value}"
-            raise disagreement(what, self.rank, value, entry.rank, theirs)
+        if entry.what != what:
+            raise other_purpose(self.rank, what, entry.rank, entry.what)
+        if entry.value != value:
+            raise disagreement(what, self.rank, value, entry.rank, entry.value)
         for key, claim in (claims or {}).items():
             with self._world.lock:
                 peer, their_claim = entry.claims.setdefault(key, (self.rank, claim))

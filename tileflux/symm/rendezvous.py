@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tileflux.errors import MismatchError, TilefluxError
 
-__all__ = ["Missing", "Rendezvous", "disagreement"]
+__all__ = ["Missing", "Rendezvous", "disagreement", "other_purpose"]
 
 
 class Missing(TilefluxError):
@@ -58,7 +58,7 @@ class Rendezvous:
             self._store.delete_key(f"{meeting - 1}/{self._rank}")
         for rank, (their_what, _) in enumerate(notes):
             if their_what != what:
-                raise MismatchError(f"rank {self._rank} is at '{what}' while rank {rank} is at '{their_what}'")
+                raise other_purpose(self._rank, what, rank, their_what)
         return [value for _, value in notes]
 
     def agree(self, what: str, value: object, claims: Mapping[str, object]) -> None:
@@ -80,6 +80,11 @@ class Rendezvous:
             if not here:
                 absent.append(rank)
         return absent
+
+
+def other_purpose(rank: int, what: str, peer: int, their_what: str) -> MismatchError:
+    """The error for two ranks that came for different things."""
+    return MismatchError(f"rank {rank} is at '{what}' while rank {peer} is at '{their_what}'")
 
 
 def disagreement(what: str, rank: int, mine: object, peer: int, theirs: object) -> MismatchError:

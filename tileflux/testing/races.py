@@ -5,8 +5,8 @@ lies there, and a launch carries the clock into its programs and back. Two acces
 of them a write, are a race when neither coroutine's clock shows that the other access came before, whatever order this
 particular schedule put them in. So one schedule tells of errors that would go wrong only under another.
 
-The shadow keeps the last write, the last atomic write and each coroutine's last read. It starts with the cell size of the
-first access and is refined when an access is smaller, so that neighbours are never taken for one another.
+The shadow keeps the last write, the last atomic write and each coroutine's last read. It starts with the cell size of
+the first access and is refined when an access is smaller, so that neighbours are never taken for one another.
 """
 
 from __future__ import annotations
