@@ -1,8 +1,8 @@
 """The documentation does what it says: examples run and print what the page shows, links lead somewhere, paths exist.
 
 An example is fenced as ``python runnable``, or as ``python torchrun`` to be run by two ranks as torchrun would start
-them. A fence ``text output`` that follows it holds what it prints, to the letter. Examples that need kernels interpreted
-set ``TRITON_INTERPRET`` themselves and get a fresh Python; the others are forked from one that has imported torch.
+them. A fence ``text output`` that follows it holds what it prints, to the letter. All are forked from one Python that
+has imported torch, which takes the longest, but neither triton nor tileflux: examples may set ``TRITON_INTERPRET``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS = {"python runnable", "python torchrun"}
 
 FORK_EACH = """
 import json, os, runpy, signal, sys, time, traceback
-import torch, tileflux, tileflux.testing
+import numpy, torch, torch.distributed
 
 def run(request, changes):
     os.setpgid(0, 0)
@@ -79,11 +79,6 @@ class Example:
     kind: str
     code: str
     output: str | None
-
-    @property
-    def interprets(self) -> bool:
-        """Whether it decides how Triton treats kernels, which it can only do before triton is imported."""
-        return "TRITON_INTERPRET" in self.code
 
 
 def find_examples(page: str, text: str) -> list[Example]:
@@ -135,7 +130,7 @@ def torchrun_environments(world_size: int) -> list[dict[str, str]]:
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
 
 
-def run_forked(server: subprocess.Popen[str], example: Example, folder: Path) -> tuple[bool, str]:
+def run(server: subprocess.Popen[str], example: Example, folder: Path) -> tuple[bool, str]:
     """Whether all ranks of an example ended well, and what they printed."""
     file, log = folder / "example.py", folder / "log"
     file.write_text(example.code)
@@ -148,27 +143,11 @@ def run_forked(server: subprocess.Popen[str], example: Example, folder: Path) ->
     return statuses == [0] * len(environments), log.read_text()
 
 
-def run_fresh(example: Example, folder: Path) -> tuple[bool, str]:
-    """The same for an example in a Python of its own."""
-    file = folder / "example.py"
-    file.write_text(example.code)
-    done = subprocess.run(
-        [sys.executable, str(file)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=clean_environment(),
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    return done.returncode == 0, done.stdout
-
-
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.place)
 def test_example_runs_and_prints_what_the_page_shows(
     example: Example, server: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    ended_well, printed = run_fresh(example, tmp_path) if example.interprets else run_forked(server, example, tmp_path)
+    ended_well, printed = run(server, example, tmp_path)
     assert ended_well, printed
     if example.output is not None:
         assert printed == example.output
@@ -176,13 +155,13 @@ def test_example_runs_and_prints_what_the_page_shows(
 
 def test_there_are_examples_of_every_kind() -> None:
     assert {example.kind for example in EXAMPLES} == KINDS
-    assert {example.interprets for example in EXAMPLES} == {True, False}
+    assert any("TRITON_INTERPRET" in example.code for example in EXAMPLES)
     assert {example.output is None for example in EXAMPLES} == {False}, "every example should show what it prints"
 
 
 def test_a_wrong_example_is_noticed(server: subprocess.Popen[str], tmp_path: Path) -> None:
     wrong = Example("", "python torchrun", "import os\nassert os.environ['RANK'] == '0'\nprint('here')", "")
-    assert run_forked(server, wrong, tmp_path) == (False, (tmp_path / "log").read_text())
+    assert run(server, wrong, tmp_path) == (False, (tmp_path / "log").read_text())
     assert "here" in (tmp_path / "log").read_text() and "AssertionError" in (tmp_path / "log").read_text()
 
 

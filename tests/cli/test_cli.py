@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import tileflux
@@ -78,6 +80,10 @@ def _interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+def _abort() -> None:
+    raise typer.Abort  # what older versions of Typer make of an interrupt
+
+
 def _terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -91,7 +97,7 @@ def _main_with(monkeypatch: pytest.MonkeyPatch, event: Callable[[], None]) -> in
 
     def run(*args: object, **kwargs: object) -> None:
         event()
-        signal.sigtimedwait([], 5)
+        time.sleep(5)
 
     monkeypatch.setattr(demo_module, "run", run)
     before = signal.getsignal(signal.SIGTERM)
@@ -101,8 +107,11 @@ def _main_with(monkeypatch: pytest.MonkeyPatch, event: Callable[[], None]) -> in
         assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _main_with(monkeypatch, _interrupt) == 130
+@pytest.mark.parametrize("event", [_interrupt, _abort])
+def test_an_interrupt_is_status_130(
+    event: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _main_with(monkeypatch, event) == 130
     assert capsys.readouterr().err == "tileflux: interrupted\n"
 
 
@@ -119,7 +128,8 @@ def test_a_defect_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None
 
 IN_A_TERMINAL = """
 import os, pty, sys
-sys.exit(os.waitstatus_to_exitcode(pty.spawn([sys.executable, "-m", "tileflux", "demo", "--where", "cpu", "--world", "8"])))
+status = pty.spawn([sys.executable, "-m", "tileflux", "demo", "--where", "cpu"])
+sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
@@ -139,7 +149,7 @@ def test_ctrl_c_in_a_terminal_leaves_nothing_running() -> None:
             received = os.read(terminal.stdout.fileno(), 4096)
             assert received, f"ended without showing what it does: {seen.decode()}"
             seen += received
-        assert len(_marked(mark)) > 8, "the ranks should be running"
+        assert len(_marked(mark)) > 4, "the ranks should be running"
         terminal.stdin.write(b"\x03")
         terminal.stdin.flush()
         rest = terminal.stdout.read()

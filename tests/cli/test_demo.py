@@ -17,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from tileflux import ops
-from tileflux.cli import _measure, _worlds, app
+from tileflux.cli import _worlds, app
 from tileflux.cli._measure import Outcome, RankReport, measure, references, sizes
 from tileflux.cli._worlds import Place, World, choose, mps_processes, virtual_ranks
 from tileflux.cli.demo import merge
@@ -55,7 +55,7 @@ def test_as_a_program_in_a_pipe() -> None:
         [sys.executable, "-m", "tileflux", "demo", "--where", "cpu"],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
     check_output(done.stdout, "bits, torch")
     assert "4 CPU processes over shared memory" in done.stdout.splitlines()[0]
 
@@ -99,25 +99,15 @@ def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     check_wrong(invoke("--where", "cpu", "--world", "2"), "all_reduce", r"rank 1: 1 of 32768 elements.*at \(3, 5\)")
 
 
-def test_a_result_that_goes_wrong_later_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_that_goes_wrong_while_timed_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def spoil(group: Group, out: torch.Tensor) -> None:
-        calls.append(out)
-        if len(calls) == 12:
+        calls.append(group.rank)
+        if len(calls) > 2:  # one at each size is compared before the timing
             out.zero_()
 
-    def once(*args: Any) -> float:
-        return 1e-3 if args[1].collective.name != "broadcast" else true_time(*args)
-
-    true_time = _measure._time
-    monkeypatch.setattr(_measure, "_time", once)  # no need to time all the others
-    monkeypatch.setattr(_measure, "_NUM_BATCHES", 5)
-    _plant(monkeypatch, "broadcast", lambda group, out: spoil(group, out))
-    result = invoke("--where", "cpu", "--world", "2")
-    assert result.exit_code == 0, "overwritten by the calls after it"
-    calls.clear()
-    _plant(monkeypatch, "broadcast", lambda group, out: out.zero_() if len(calls) > 12 else None)
+    _plant(monkeypatch, "broadcast", spoil)
     check_wrong(invoke("--where", "cpu", "--world", "2"), "broadcast", r"rank 0: \d+ of \d+ elements differ")
 
 
@@ -125,3 +115,157 @@ def test_a_result_unlike_torchs_gets_no_time(monkeypatch: pytest.MonkeyPatch) ->
     true_reference = ops.reduce_scatter_reference
     monkeypatch.setattr(ops, "reduce_scatter_reference", lambda x: -true_reference(x))
     check_wrong(invoke("--where", "cpu", "--world", "2"), "reduce_scatter", "against torch.distributed")
+
+
+def _all_fail(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Any:
+    def spoil(group: Group, out: torch.Tensor) -> None:
+        if group.rank == 1:
+            raise error
+
+    _plant(monkeypatch, "all_gather", spoil)
+    result = invoke("--where", "cpu", "--world", "2")
+    assert result.exit_code == 1
+    assert rows_of(result.output) == []
+    return result
+
+
+def test_a_rank_that_gives_up_says_why_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = PeerTimeout(op="all_gather", rank=1, peer=0, waited_for=0, flag="data", wanted=3, seen=2, seconds=1.0)
+    printed = _all_fail(monkeypatch, error).stderr
+    assert printed.startswith("tileflux demo: rank 1 of 2 failed first: PeerTimeout: all_gather: rank 1 waited 1.0 s")
+    assert len(printed.splitlines()) == 1
+
+
+def test_a_rank_that_breaks_shows_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = _all_fail(monkeypatch, ZeroDivisionError("planted")).stderr
+    assert printed.startswith("tileflux demo: rank 1 of 2 failed first: ZeroDivisionError: planted")
+    assert "Traceback" in printed and "test_demo.py" in printed
+
+
+def _broken_virtual_rank(group: Group) -> None:
+    if group.rank == 1:
+        raise TransportUnavailable("no way", "make one")
+    group.barrier()
+
+
+def test_an_error_of_a_virtual_rank_is_told_once() -> None:
+    with pytest.raises(_worlds.RankFailed) as raised:
+        _worlds.run(virtual_ranks(2, "cpu"), _broken_virtual_rank, timeout_s=20, group_timeout_s=0.5)
+    assert _worlds.is_unavailable(raised.value)
+    assert _worlds.explain(raised.value) == ("no way", "make one")
+
+
+def test_merging_takes_the_slowest_rank_and_the_largest_message() -> None:
+    reports = [
+        RankReport("CPU", (Outcome("a", size, ("bits",), "", seconds), Outcome("b", 1, ("bits",), problem, seconds)))
+        for size, seconds, problem in ((10, 0.3, ""), (30, 0.1, "bad"), (20, 0.2, ""))
+    ]
+    first, second = merge(reports)
+    assert (first.nbytes, first.seconds, first.problems) == (30, 0.3, ())
+    assert (second.seconds, second.problems) == (None, ("bad",))
+
+
+def test_every_collective_has_its_reference() -> None:
+    assert set(references()) == {collective.name for collective in COLLECTIVES}
+
+
+@pytest.mark.parametrize(
+    ("place", "size", "gpus", "has_mps", "wanted"),
+    [
+        (Place.AUTO, 4, 0, False, ("fork", "cpu")),
+        (Place.AUTO, 4, 1, True, ("mps", "cuda:0")),
+        (Place.AUTO, 4, 1, False, ("virtual", "cuda:0")),
+        (Place.AUTO, 4, 3, True, ("mps", "cuda:0")),
+        (Place.AUTO, 4, 4, True, ("spawn", "cuda")),
+        (Place.AUTO, 2, 3, True, ("spawn", "cuda")),
+        (Place.CPU, 4, 8, True, ("fork", "cpu")),
+        (Place.LOCAL, 4, 8, True, ("virtual", "cuda:0")),
+        (Place.LOCAL, 4, 0, False, ("virtual", "cpu")),
+        (Place.MPS, 4, 8, True, ("mps", "cuda:0")),
+    ],
+)
+def test_choice_of_world(
+    place: Place, size: int, gpus: int, has_mps: bool, wanted: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _pretend(monkeypatch, gpus, has_mps)
+    world = choose(place, size)
+    assert (world.size, world.where, world.device) == (size, *wanted)
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch, gpus: int, has_mps: bool) -> None:
+    monkeypatch.setattr(_worlds, "num_gpus", lambda: gpus)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if has_mps else None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.mark.parametrize(("variable", "value"), [("TRITON_INTERPRET", "1"), ("TILEFLUX_TRANSPORT", "shm")])
+def test_settings_that_keep_auto_off_the_gpu(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend(monkeypatch, 8, True)
+    monkeypatch.setenv(variable, value)
+    assert choose(Place.AUTO, 4).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "has_mps", "settings", "words"),
+    [
+        (["--where", "mps"], 0, True, {}, "torch sees none here; use --where cpu or local"),
+        (["--where", "mps"], 1, False, {}, "nvidia-cuda-mps-control, which is not on PATH; use --where local"),
+        (["--where", "mps"], 1, True, {"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET=1 keeps kernels off the GPU"),
+        (["--where", "mps"], 1, True, {"TILEFLUX_TRANSPORT": "shm"}, "TILEFLUX_TRANSPORT=shm does not go with"),
+        (["--where", "cpu"], 1, True, {"TILEFLUX_TRANSPORT": "cuda"}, "TILEFLUX_TRANSPORT=cuda does not go with"),
+        ([], 0, True, {"TILEFLUX_TRANSPORT": "cuda"}, "TILEFLUX_TRANSPORT=cuda does not go with"),
+        ([], 0, True, {"TILEFLUX_CPU_BACKEND": "interpret"}, "would time Triton's interpreter"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_one_line(
+    arguments: list[str],
+    gpus: int,
+    has_mps: bool,
+    settings: dict[str, str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _pretend(monkeypatch, gpus, has_mps)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert words in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def _report(world: World) -> RankReport:
+    return RankReport("Made-up GPU", (Outcome("all_gather", 1 << 20, ("bits",), "", 1e-3),))
+
+
+@pytest.mark.parametrize("where", ["auto", "mps"])
+def test_only_auto_does_without_mps_and_says_so(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend(monkeypatch, 1, True)
+
+    def run(world: World, *args: object, **kwargs: object) -> list[RankReport]:
+        if world == mps_processes(4):
+            raise TransportUnavailable("the daemon is not well", "let it rest")
+        assert world == virtual_ranks(4, "cuda:0")
+        return [_report(world)] * 4
+
+    monkeypatch.setattr(demo_module, "run", run)
+    result = invoke("--where", where)
+    if where == "auto":
+        assert result.exit_code == 0
+        assert "MPS does not work here: the daemon is not well" in result.output
+        assert "on 4 virtual ranks on one GPU (Made-up GPU), in" in result.output.replace("\n", " ")
+    else:
+        assert result.exit_code == 1
+        assert result.stderr == "tileflux demo: the daemon is not well; to fix: let it rest\n"
+
+
+def test_what_goes_to_a_fresh_process_can_be_sent() -> None:
+    sent = (virtual_ranks(4, "cuda:0"), measure, (sizes(True, 4), None))
+    assert pickle.loads(pickle.dumps(sent)) == sent
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["auto", "local", "mps"])
+def test_on_a_gpu(where: str) -> None:
+    result = invoke("--where", where)
+    assert result.exit_code == 0, result.output
+    check_output(result.output, "bits" if where == "local" else "bits, torch")

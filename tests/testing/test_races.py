@@ -18,7 +18,8 @@ class World:
     def __init__(self) -> None:
         self.memory = AddressMap()
         self.memory.add(SharedRange(START, NBYTES, "heap"))
-        self.detector = RaceDetector(seed=9)
+        self.flag = 0
+        self.detector = RaceDetector(9, lambda address: self.flag)
         self.a, self.b = self.detector.start("a"), self.detector.start("b")
 
     def touch(self, slot: int, kind: str, offset: int = 0, count: int = 4, itemsize: int = 4, stride: int = 1) -> None:
@@ -74,6 +75,44 @@ def test_order_is_carried_on_by_third_parties() -> None:
     world.pass_on(world.a, world.b)
     world.pass_on(world.b, c)
     world.touch(c, "store")
+
+
+def test_poll_joins_only_what_the_value_it_asked_for_guarantees() -> None:
+    for wanted, num_ordered in ((1, 1), (2, 2), (3, 3), (0, 0)):
+        world = World()
+        for value in (1, 2, 3):
+            world.touch(world.a, "store", 16 * value)
+            world.detector.release(world.a, FLAG, is_flag=True)
+            world.flag = value
+        world.detector.acquire_flag(world.b, FLAG, wanted)
+        for value in (1, 2, 3):
+            if value <= num_ordered:
+                world.touch(world.b, "load", 16 * value)
+            else:
+                with pytest.raises(DataRace):
+                    world.touch(world.b, "load", 16 * value)
+
+
+def test_poll_of_a_flag_that_was_set_back_joins_what_came_after() -> None:
+    world = World()
+    for value in (1, 0, 1):
+        world.touch(world.a, "store")
+        world.detector.release(world.a, FLAG, is_flag=True)
+        world.flag = value
+    world.detector.acquire_flag(world.b, FLAG, 1)
+    world.touch(world.b, "load")
+
+
+def test_poll_of_a_counter_joins_all_who_counted() -> None:
+    world = World()
+    c = world.detector.start("c")
+    for count, slot in enumerate((world.a, world.b), start=1):
+        world.touch(slot, "store", 16 * count)
+        world.detector.release(slot, FLAG, keep=True, is_flag=True)
+        world.flag = count
+    world.detector.acquire_flag(c, FLAG, 2)
+    world.touch(c, "load", 16)
+    world.touch(c, "load", 32)
 
 
 def test_store_replaces_what_was_published_and_update_adds_to_it() -> None:

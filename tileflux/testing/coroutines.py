@@ -201,8 +201,9 @@ class Scheduler:
     def _states(self) -> list[str]:
         lines = []
         for coroutine in self._alive:
-            what = "nothing" if coroutine.wait is None else coroutine.wait.describe()
-            if what:
+            if coroutine.wait is None:
+                lines.append(f"  {coroutine.name} runs")
+            elif what := coroutine.wait.describe():
                 lines.append(f"  {coroutine.name} waits for {what}")
         return lines
 

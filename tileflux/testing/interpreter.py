@@ -52,17 +52,18 @@ _installed = False
 _rewrite_lock = threading.Lock()
 
 
-def install(concurrent_programs: int = 0) -> None:
-    """Repair the interpreter of this process. Calling again only changes ``concurrent_programs``.
+def install(concurrent_programs: int | None = None) -> None:
+    """Repair the interpreter of this process. Calling again can only change ``concurrent_programs``.
 
     With ``concurrent_programs=k`` the first ``k`` programs of a launch start together, on threads, and each that ends
-    makes room for the next; 0 runs them one after another, which is faster where none waits for a later one.
+    makes room for the next; 0, as at first, runs them one after another: faster where none waits for a later one.
     """
     global _installed
-    if concurrent_programs < 0:
-        raise ValueError(f"concurrent_programs={concurrent_programs} should be 0 (one after another) or more")
     _check_interpreting()
-    launching.settings.num_concurrent = concurrent_programs
+    if concurrent_programs is not None:
+        if concurrent_programs < 0:
+            raise ValueError(f"concurrent_programs={concurrent_programs} should be 0 (one after another) or more")
+        launching.settings.num_concurrent = concurrent_programs
     if _installed:
         return
     # The builder is changed in place: rewritten kernels and semantics made earlier hold on to it.

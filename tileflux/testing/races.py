@@ -5,6 +5,9 @@ lies there, and a launch carries the clock into its programs and back. Two acces
 of them a write, are a race when neither coroutine's clock shows that the other access came before, whatever order this
 particular schedule put them in. So one schedule tells of errors that would go wrong only under another.
 
+In the same spirit a poll for a value joins what the first release of such a value published, even if by now there is a
+larger one: the larger one is luck. A kernel that makes use of a larger value it has seen has to poll for that.
+
 The shadow keeps the last write, the last atomic write and each coroutine's last read. It starts with the cell size of
 the first access and is refined when an access is smaller, so that neighbours are never taken for one another.
 """
@@ -19,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tileflux.errors import DataRace
+from tileflux.symm.host_signal import reached
 from tileflux.testing._interpreter_builder import AccessKind, Array
 
 __all__ = ["AddressMap", "Block", "RaceDetector", "SharedRange"]
@@ -173,14 +177,23 @@ def _finest(bits: int, cell: int) -> int:
     return min(bits & -bits, cell)
 
 
+class _Release:
+    """A clock published at an address, and the value the flag there got by it, once that is known."""
+
+    __slots__ = ("clock", "value")
+
+    def __init__(self, clock: Clock, value: int | None = None) -> None:
+        self.clock, self.value = clock, value
+
+
 class RaceDetector:
     """The clocks of all coroutines, and the rules by which they move."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, read_flag: Callable[[int], int]) -> None:
+        self._seed, self._read_flag = seed, read_flag
         self._clocks: list[Clock] = []
         self._capacity = 8
-        self._published: dict[Hashable, Clock] = {}
+        self._published: dict[Hashable, list[_Release]] = {}
         self._children: dict[tuple[int, int], int] = {}
         self._names: list[list[tuple[int, str]]] = []  # per slot: from which clock on, who
 
@@ -221,20 +234,43 @@ class RaceDetector:
         self._clocks[slot][slot] += 1
 
     def acquire(self, slot: int, where: Hashable) -> None:
-        """Join what was published at an address, or under another key."""
-        published = self._published.get(where)
-        if published is not None:
-            mine = self._clocks[slot][: len(published)]
-            np.maximum(mine, published, out=mine)
+        """Join what was last published at an address, or under another key."""
+        if history := self._published.get(where):
+            _join(self._clocks[slot], history[-1].clock)
 
-    def release(self, slot: int, where: Hashable, keep: bool = False) -> None:
-        """Publish there; ``keep`` what others published there, as an atomic update does and a store does not."""
+    def acquire_flag(self, slot: int, address: int, wanted: int) -> None:
+        """Join what was published with the first value, since the flag was last below it, that reached ``wanted``."""
+        history = self._published.get(address, [])
+        self._settle(address, history)
+        first = None
+        for release in reversed(history):
+            if release.value is not None and not reached(release.value, wanted):
+                break
+            first = release
+        if first is not None:
+            _join(self._clocks[slot], first.clock)
+
+    def release(self, slot: int, where: Hashable, *, keep: bool = False, is_flag: bool = False) -> None:
+        """Publish there, before the access itself; ``is_flag`` if ``where`` is the address of a 32-bit word.
+
+        ``keep`` what others published there, as an atomic update does and a store does not.
+        """
+        history = self._published.setdefault(where, [])
+        if is_flag:
+            assert isinstance(where, int)
+            self._settle(where, history)
+            if not history:
+                history.append(_Release(np.zeros(0, np.int32), self._read_flag(where)))
         clock = self._clocks[slot].copy()
-        before = self._published.get(where)
-        if keep and before is not None:
-            np.maximum(clock[: len(before)], before, out=clock[: len(before)])
-        self._published[where] = clock
+        if keep and history:
+            _join(clock, history[-1].clock)
+        history.append(_Release(clock))
         self.tick(slot)
+
+    def _settle(self, address: int, history: list[_Release]) -> None:
+        """Note the value that the last release left at the address: nobody has written there since."""
+        if history and history[-1].value is None:
+            history[-1].value = self._read_flag(address)
 
     def access(self, slot: int, kind: Check, block: Block) -> None:
         """Check an access against the shadow, and enter it there. Atomic accesses do not race with each other."""
@@ -296,3 +332,9 @@ class RaceDetector:
         """A plain store to a flag publishes nothing, and hides what was."""
         for address in [a for a in self._published if isinstance(a, int) and start <= a < stop]:
             del self._published[address]
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    """Clocks grow with the number of coroutines; ``other`` may be from before."""
+    mine = clock[: len(other)]
+    np.maximum(mine, other, out=mine)

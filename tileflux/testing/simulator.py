@@ -21,7 +21,7 @@ import torch
 from tileflux import env
 from tileflux.config import CommConfig
 from tileflux.symm.group import local_groups
-from tileflux.symm.host_signal import wrap
+from tileflux.symm.host_signal import reached, wrap
 from tileflux.testing import interpreter
 from tileflux.testing._interpreter_builder import AccessKind, Array, Order, Program
 from tileflux.testing._simulated_host import simulated_host
@@ -46,7 +46,7 @@ class Simulator:
         self.seed = seed
         self._scheduler = Scheduler(seed, max_steps)
         self._memory = AddressMap()
-        self._races = RaceDetector(seed) if races else None
+        self._races = RaceDetector(seed, lambda address: _word(address).value) if races else None
         self._switch_everywhere = switch_everywhere
         self._roots: list[Coroutine] = []
         self._named_slots: dict[str, int] = {}
@@ -100,7 +100,7 @@ class Simulator:
         """Publish what the coroutine has done at a flag's address, or at any other key an ``acquire`` will name."""
         self._scheduler.switch()
         if self._races is not None:
-            self._races.release(self._slot, where)
+            self._races.release(self._slot, where, is_flag=isinstance(where, int))
 
     def acquire(self, where: Hashable) -> None:
         """What was published at ``where`` comes before what the coroutine does next."""
@@ -156,18 +156,18 @@ class Simulator:
                 if order in ("acquire", "acq_rel"):
                     self._races.acquire(slot, address)
                 if order in ("release", "acq_rel"):
-                    self._races.release(slot, address, keep=kind == "atomic")
+                    self._races.release(slot, address, keep=kind == "atomic", is_flag=itemsize == 4)
 
     def poll(self, address: int, wanted: int) -> int:
-        """Block until the flag is reached, and join what was published there."""
-        word = ctypes.c_int32.from_address(address)
+        """Block until the flag is reached, and join what was published with that."""
+        word = _word(address)
         self._scheduler.block(_FlagWait(self._memory, address, word, wanted))
         if self._races is not None:
             shared = self._memory.find(address)
             if shared is not None:
                 offset = address - shared.start
                 self._races.access(self._slot, "poll", Block(shared, offset, offset + 4, 4))
-            self._races.acquire(self._slot, address)
+            self._races.acquire_flag(self._slot, address, wanted)
         return word.value
 
     def now_ns(self) -> int:
@@ -210,10 +210,14 @@ class _FlagWait:
         self._memory, self._address, self._word, self._wanted = memory, address, word, wanted
 
     def ready(self) -> bool:
-        return ((self._word.value - self._wanted) & 0x80000000) == 0
+        return reached(self._word.value, self._wanted)
 
     def describe(self) -> str:
         return f"{self._memory.name_of(self._address)} to reach {wrap(self._wanted)}; it stands at {self._word.value}"
+
+
+def _word(address: int) -> ctypes.c_int32:
+    return ctypes.c_int32.from_address(address)
 
 
 def _position_text(position: tuple[int, int, int]) -> str:

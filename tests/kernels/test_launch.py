@@ -1,0 +1,58 @@
+"""Tables of ragged plans live in memory allocated once, and make room for each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tileflux
+from tileflux import env
+from tileflux.kernels import launch
+from tileflux.kernels.launch import extents_table, on_host
+from tileflux.kernels.plan import gather_plan
+
+
+def test_an_even_plan_needs_no_table() -> None:
+    group = tileflux.local_groups(2)[0]
+    assert extents_table(group, gather_plan(0, (8, 8)))[0] == 0
+
+
+def test_tables_are_kept_and_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_NUM_ROWS", 4)
+    group = tileflux.local_groups(2)[0]
+    plans = [gather_plan(0, (size, size + 1)) for size in range(11)]
+    seen = set()
+    for plan in plans:
+        ragged, table = extents_table(group, plan)
+        assert ragged == 1 and table.tolist() == list(plan.table)
+        assert extents_table(group, plan)[1].data_ptr() == table.data_ptr()
+        seen.add(table.data_ptr())
+    assert len(seen) == 4, "eleven plans, four rows"
+    assert extents_table(group, plans[-1])[1].tolist() == list(plans[-1].table)
+
+
+def test_the_backend_follows_the_variable() -> None:
+    group = tileflux.local_groups(1)[0]
+    with env.scoped({"TILEFLUX_CPU_BACKEND": "host"}):
+        assert on_host(group)
+    with env.scoped({"TILEFLUX_CPU_BACKEND": "interpret"}):
+        assert not on_host(group)
+    with env.scoped({"TILEFLUX_CPU_BACKEND": "gpu"}), pytest.raises(ValueError, match="'gpu' is not one of host"):
+        on_host(group)
+
+
+@pytest.mark.gpu
+def test_new_sizes_are_refused_while_capturing() -> None:
+    (group,) = tileflux.local_groups(1, "cuda")
+    assert group.stream is not None
+    x = torch.ones(4, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(group.stream):
+        tileflux.barrier(group=group)
+    ragged = gather_plan(0, (1, 2))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=group.stream):
+        with pytest.raises(ValueError, match="before capturing"):
+            extents_table(group, ragged)
+        x.add_(1)
+    group.close()
