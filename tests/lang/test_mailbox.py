@@ -14,7 +14,9 @@ pytestmark = pytest.mark.skipif(not env.interpreting(), reason="kernels were not
 
 
 @triton.jit
-def _address_kernel(out_ptr, boxes, owner, source, sequence, WORLD: tl.constexpr, LANES: tl.constexpr, SLOT: tl.constexpr):
+def _address_kernel(
+    out_ptr, boxes, owner, source, sequence, WORLD: tl.constexpr, LANES: tl.constexpr, SLOT: tl.constexpr
+):
     lane = tl.program_id(0)
     tl.store(out_ptr + lane, slot_address(boxes, owner, lane, source, sequence, WORLD, LANES, SLOT))
 

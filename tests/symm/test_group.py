@@ -167,8 +167,9 @@ def _disagree(group: Group, by: str) -> str:
         elif by == "root":
             tileflux.broadcast(x, group=group, root=group.rank)
         else:
-            sizes = [[2, 2], [3, 1]][group.rank]
-            tileflux.all_to_all(x, group=group, input_sizes=sizes, output_sizes=[sizes[group.rank], 2][:: 1 - 2 * group.rank])
+            # Rank 0 sends 2 rows to rank 1, which expects 3 of it.
+            sizes = [([2, 2], [2, 1]), ([1, 3], [3, 3])][group.rank]
+            tileflux.all_to_all(x, group=group, input_sizes=sizes[0], output_sizes=sizes[1])
     return str(caught.value)
 
 
@@ -179,7 +180,7 @@ def _disagree(group: Group, by: str) -> str:
         ("shape", ("(3, 2)", "(4, 2)")),
         ("op", ("all_reduce", "all_gather")),
         ("root", ("torch.float32, 0", "torch.float32, 1")),
-        ("pairs", ("rows from rank",)),
+        ("pairs", ("all_to_all, rows from rank 0 to 1", "rank 0 has 2", "rank 1 has 3")),
     ],
 )
 def test_checking_finds_calls_that_differ(by: str, parts: tuple[str, ...]) -> None:
@@ -190,7 +191,12 @@ def test_checking_finds_calls_that_differ(by: str, parts: tuple[str, ...]) -> No
 
 def test_checking_between_virtual_ranks() -> None:
     first, second = tileflux.local_groups(2, check=True, timeout_s=0.5)
-    caller = threading.Thread(target=lambda: pytest.raises(PeerTimeout, tileflux.all_reduce, torch.ones(4), group=first))
+
+    def call() -> None:
+        with pytest.raises(PeerTimeout):
+            tileflux.all_reduce(torch.ones(4), group=first)
+
+    caller = threading.Thread(target=call)
     caller.start()
     time.sleep(0.1)
     with pytest.raises(MismatchError, match=r"rank 1 has \(\(5,\).*but rank 0 has \(\(4,\)"):

@@ -210,6 +210,7 @@ def _wait_for_later(flag, out_ptr):
 def test_program_may_wait_for_a_later_one() -> None:
     flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     with interpreter.concurrent_programs(2):
+        interpreter.install()  # as a simulator made meanwhile would; changes nothing
         _wait_for_later[(2,)](flag, out)
     assert out.item() == 1
 
