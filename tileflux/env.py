@@ -31,7 +31,7 @@ VARIABLES: Mapping[str, str] = {
     "TILEFLUX_TIMEOUT_S": "Seconds a wait may last before it becomes PeerTimeout. Default 30.",
     "TILEFLUX_CHECK": "1: ranks compare op, dtype and shapes before every call. Slow; for finding mistakes. Default 0.",
     "TILEFLUX_CPU_BACKEND": "host: collectives on CPU tensors run as plain Python and torch. interpret: they run "
-    "the Triton kernels interpreted (needs TRITON_INTERPRET=1). Default host.",
+    "the Triton kernels interpreted (needs TRITON_INTERPRET=1 and testing.interpreter.install()). Default host.",
     "TILEFLUX_TRANSPORT": "auto, shm or cuda: who carries the bytes of a group made from a process group. "
     "Default auto: cuda for CUDA devices, shm for the CPU.",
 }

@@ -31,11 +31,15 @@ def test_tables_are_kept_and_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert extents_table(group, plans[-1])[1].tolist() == list(plans[-1].table)
 
 
-def test_the_backend_follows_the_variable() -> None:
+def test_the_backend_follows_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     group = tileflux.local_groups(1)[0]
     with env.scoped({"TILEFLUX_CPU_BACKEND": "host"}):
         assert on_host(group)
     with env.scoped({"TILEFLUX_CPU_BACKEND": "interpret"}):
+        monkeypatch.setattr(launch, "_interpreter_repaired", False)
+        with pytest.raises(ValueError, match="and a call of tileflux.testing.interpreter.install"):
+            on_host(group)
+        monkeypatch.setattr(launch, "_interpreter_repaired", True)
         assert not on_host(group)
     with env.scoped({"TILEFLUX_CPU_BACKEND": "gpu"}), pytest.raises(ValueError, match="'gpu' is not one of host"):
         on_host(group)

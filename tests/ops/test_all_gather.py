@@ -40,6 +40,17 @@ def _gradient(group: Group) -> None:
     check_compiled(group, lambda x: tileflux.all_gather(x, group=group), torch.randn(2, 3))
 
 
+def _double_precision(group: Group) -> None:
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    gathered = tileflux.all_gather(x, group=group)
+    with pytest.raises(ValueError, match="reduce_scatter: cannot sum torch.float64"):
+        gathered.sum().backward()
+
+
+def test_a_gradient_that_cannot_be_summed_exactly_is_refused() -> None:
+    run_ranks(_double_precision, 2)
+
+
 def test_gradient_is_reduce_scatter() -> None:
     run_ranks(_gradient, 2, timeout_s=120)
 

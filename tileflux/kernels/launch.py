@@ -10,7 +10,7 @@ from tileflux import env
 from tileflux.kernels.plan import MovePlan
 from tileflux.symm.group import Group
 
-__all__ = ["BLOCK", "MAX_REGISTERS", "NUM_WARPS", "extents_table", "on_host"]
+__all__ = ["BLOCK", "MAX_REGISTERS", "NUM_WARPS", "allow_interpreter", "extents_table", "on_host"]
 
 NUM_WARPS = 8
 MAX_REGISTERS = 224
@@ -22,9 +22,27 @@ _NUM_ROWS = 1024
 _tables: weakref.WeakKeyDictionary[Group, _PlanTables] = weakref.WeakKeyDictionary()
 
 
+_interpreter_repaired = False
+
+
+def allow_interpreter() -> None:
+    """Said by ``testing.interpreter.install`` once kernels can run interpreted."""
+    global _interpreter_repaired
+    _interpreter_repaired = True
+
+
 def on_host(group: Group) -> bool:
     """Whether the host twin of a kernel is to run, rather than the kernel."""
-    return group.device.type == "cpu" and env.cpu_backend() == "host"
+    if group.device.type != "cpu":
+        return False
+    if env.cpu_backend() == "host":
+        return True
+    if not _interpreter_repaired:
+        raise ValueError(
+            "TILEFLUX_CPU_BACKEND=interpret needs TRITON_INTERPRET=1 before tileflux is imported, "
+            "and a call of tileflux.testing.interpreter.install()"
+        )
+    return False
 
 
 def extents_table(group: Group, plan: MovePlan) -> tuple[int, torch.Tensor]:

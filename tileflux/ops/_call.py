@@ -42,7 +42,7 @@ def check_tensor(op: str, name: str, tensor: torch.Tensor, group: Group) -> None
 
 
 def check_reducible(op: str, tensor: torch.Tensor) -> None:
-    """Refuse element types that have no fp32 sum."""
+    """Refuse element types that have no fp32 sum. Where bytes are summed, since a gradient gets there by itself."""
     if tensor.dtype not in REDUCIBLE:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE)
         raise ValueError(f"{op}: cannot sum {tensor.dtype}; convert to one of {names}")

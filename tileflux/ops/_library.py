@@ -7,13 +7,20 @@ gradient: one without trains in eager mode and silently gets zeros under ``torch
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = ["register"]
+__all__ = ["eager_only", "register"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _library = torch.library.Library("tileflux", "DEF")
+
+
+def eager_only(function: Function) -> Function:
+    """Keep the compiler out: it would trace into flags and launches. A compiled graph breaks at the call."""
+    return cast(Function, torch.compiler.disable(function))
 
 
 def register(

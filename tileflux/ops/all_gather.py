@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tileflux.kernels.copy import move
 from tileflux.kernels.plan import gather_plan
 from tileflux.ops._call import as_bytes, begin, check_out, check_sizes, check_tensor, guarded
-from tileflux.ops._library import register
+from tileflux.ops._library import eager_only, register
 from tileflux.symm.group import Group, group_by_name
 
 __all__ = ["all_gather", "all_gather_reference"]
@@ -42,6 +42,7 @@ def all_gather(
     return _run(x, group, list(rows), out)
 
 
+@eager_only
 def _run(x: torch.Tensor, group: Group, rows: list[int], out: torch.Tensor | None) -> torch.Tensor:
     begin("all_gather", group, (rows, tuple(x.shape[1:]), x.dtype))
     out = check_out("all_gather", out, (sum(rows), *x.shape[1:]), x)

@@ -21,7 +21,7 @@ from tileflux.kernels.copy import move
 from tileflux.kernels.plan import Extent, gather_plan, part, reduce_plan
 from tileflux.kernels.reduce import reduce
 from tileflux.ops._call import begin, check_out, check_reducible, check_tensor, guarded, sum_in_rank_order
-from tileflux.ops._library import register
+from tileflux.ops._library import eager_only, register
 from tileflux.symm.group import Group, group_by_name
 
 __all__ = ["ALGORITHMS", "all_reduce", "all_reduce_reference", "pick_algorithm"]
@@ -35,7 +35,6 @@ def all_reduce(
 ) -> torch.Tensor:
     """The sum of all ranks' ``x``. ``algorithm``: auto, one_shot or two_shot; ``out`` may be ``x`` itself."""
     check_tensor("all_reduce", "x", x, group)
-    check_reducible("all_reduce", x)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"all_reduce: algorithm={algorithm!r} is not one of {', '.join(ALGORITHMS)}")
     if out is None:
@@ -48,7 +47,9 @@ def pick_algorithm(nbytes: int, world_size: int) -> str:
     return "one_shot" if world_size <= 2 or nbytes * (world_size - 1) <= _ONE_SHOT_BYTES else "two_shot"
 
 
+@eager_only
 def _run(x: torch.Tensor, group: Group, algorithm: str, out: torch.Tensor | None) -> torch.Tensor:
+    check_reducible("all_reduce", x)
     begin("all_reduce", group, (tuple(x.shape), x.dtype, algorithm))
     out = check_out("all_reduce", out, tuple(x.shape), x)
     if algorithm == "auto":

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tileflux.kernels.copy import move
 from tileflux.kernels.plan import permute_plan
 from tileflux.ops._call import as_bytes, begin, check_out, check_sizes, check_tensor, guarded
-from tileflux.ops._library import register
+from tileflux.ops._library import eager_only, register
 from tileflux.symm.group import Group, group_by_name
 
 __all__ = ["all_to_all", "all_to_all_reference"]
@@ -62,6 +62,7 @@ def all_to_all(
     return _run(x, group, list(send), list(recv), even, out)
 
 
+@eager_only
 def _run(
     x: torch.Tensor, group: Group, send: list[int], recv: list[int], even: bool, out: torch.Tensor | None
 ) -> torch.Tensor:

@@ -13,13 +13,15 @@ import torch.distributed as dist
 from tileflux.kernels.copy import move
 from tileflux.kernels.plan import permute_plan
 from tileflux.ops._call import begin, guarded
+from tileflux.ops._library import eager_only
 from tileflux.symm.group import Group
 
 __all__ = ["barrier", "barrier_reference"]
 
 
+@eager_only
 def barrier(*, group: Group) -> None:
-    """Wait for all ranks: on the CPU here, on a GPU on the current stream."""
+    """Wait for all ranks: on the CPU here, on a GPU on the current stream. A compiled graph breaks here."""
     if not isinstance(group, Group):
         raise ValueError(f"barrier: group should be a tileflux.Group, not {type(group).__name__}")
     begin("barrier", group, None)

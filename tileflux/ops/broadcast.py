@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tileflux.kernels.copy import move
 from tileflux.kernels.plan import spread_plan
 from tileflux.ops._call import as_bytes, begin, check_out, check_tensor, guarded
-from tileflux.ops._library import register
+from tileflux.ops._library import eager_only, register
 from tileflux.symm.group import Group, group_by_name
 
 __all__ = ["broadcast", "broadcast_reference"]
@@ -33,6 +33,7 @@ def broadcast(x: torch.Tensor, *, group: Group, root: int = 0, out: torch.Tensor
     return _run(x, group, root, out)
 
 
+@eager_only
 def _run(x: torch.Tensor, group: Group, root: int, out: torch.Tensor | None) -> torch.Tensor:
     begin("broadcast", group, (tuple(x.shape), x.dtype, root))
     out = check_out("broadcast", out, tuple(x.shape), x)

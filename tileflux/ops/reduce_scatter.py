@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tileflux.kernels.plan import reduce_plan, split_rows
 from tileflux.kernels.reduce import reduce
 from tileflux.ops._call import begin, check_out, check_reducible, check_sizes, check_tensor, guarded, sum_in_rank_order
-from tileflux.ops._library import register
+from tileflux.ops._library import eager_only, register
 from tileflux.symm.group import Group, group_by_name
 
 __all__ = ["reduce_scatter", "reduce_scatter_reference"]
@@ -31,7 +31,6 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """This rank's rows of the sum. ``sizes``: rows per rank; every rank passes the same list."""
     check_tensor("reduce_scatter", "x", x, group)
-    check_reducible("reduce_scatter", x)
     if x.dim() == 0:
         raise ValueError("reduce_scatter: x is a scalar and has no rows to scatter; see all_reduce")
     if sizes is None:
@@ -43,7 +42,9 @@ def reduce_scatter(
     return _run(x, group, list(rows), out)
 
 
+@eager_only
 def _run(x: torch.Tensor, group: Group, rows: list[int], out: torch.Tensor | None) -> torch.Tensor:
+    check_reducible("reduce_scatter", x)
     begin("reduce_scatter", group, (rows, tuple(x.shape[1:]), x.dtype))
     out = check_out("reduce_scatter", out, (rows[group.rank], *x.shape[1:]), x)
     row_bytes = x.shape[1:].numel() * x.element_size()

@@ -63,12 +63,15 @@ class Rendezvous:
 
     def agree(self, what: str, value: object, claims: Mapping[str, object]) -> None:
         """Raise ``MismatchError`` unless all ranks bring the same ``value`` and no two claims contradict."""
+        claimed: dict[str, tuple[int, object]] = {}
         for rank, (theirs, their_claims) in enumerate(self.exchange(what, (value, dict(claims)))):
             if theirs != value:
                 raise disagreement(what, self._rank, value, rank, theirs)
-            for key in claims.keys() & their_claims.keys():
-                if claims[key] != their_claims[key]:
-                    raise disagreement(f"{what}, {key}", self._rank, claims[key], rank, their_claims[key])
+            # Also between two others: a rank that went on would wait for them until its deadline.
+            for key, claim in their_claims.items():
+                first, earlier = claimed.setdefault(key, (rank, claim))
+                if earlier != claim:
+                    raise disagreement(f"{what}, {key}", first, earlier, rank, claim)
 
     def _absent(self, meeting: int) -> list[int]:
         absent = []

@@ -30,6 +30,7 @@ import triton.language as tl
 from triton.runtime import interpreter as stock
 
 from tileflux import env
+from tileflux.kernels import launch
 from tileflux.lang import signal as lang_signal
 from tileflux.testing import _interpreter_launch as launching
 from tileflux.testing._interpreter_builder import (
@@ -81,6 +82,7 @@ def install(concurrent_programs: int | None = None) -> None:
     register_asm(lang_signal.STORE_RELEASE.value, _store_release)
     register_asm(lang_signal.GLOBALTIMER.value, _globaltimer)
     register_call(lang_signal.poll, _poll)
+    launch.allow_interpreter()
     _installed = True
 
 
