@@ -83,15 +83,6 @@ def test_processes_sharing_one_gpu(world_size: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_virtual_ranks_for_the_sanitizer(world_size: int) -> None:
-    """Few calls, each of another shape: what compute-sanitizer gets through in a minute. See scripts/gpu-test."""
-    shapes = [(7,), (12, 5), (257, 129)]
-    args = (shapes, [torch.bfloat16])
-    run_ranks(check_collectives, world_size, args=args, where="virtual", device="cuda", timeout_s=200)
-
-
-@pytest.mark.gpu
 def test_several_lanes_and_pieces_on_one_gpu() -> None:
     run_ranks(
         check_collectives, 4, args=(SHAPES, MOVED), where="virtual", device="cuda", group_kwargs={"config": SMALL_SLOTS}
