@@ -63,4 +63,4 @@ def test_every_schedule_moves_every_byte(world_size: int, num_seeds: int) -> Non
 
     names = ("all_gather", "all_to_all, uneven", "broadcast")
     for seed in range(num_seeds):
-        simulate(_simulated, world_size, seed=seed, args=(names, (9, 16)), config=SMALL)
+        simulate(_simulated, world_size, seed=seed, args=(names, (24, 16)), config=SMALL)

@@ -30,6 +30,29 @@ def test_processes_on_one_gpu() -> None:
     run_ranks(_use, 2, where="mps", timeout_s=120)
 
 
+def _alternate_streams(group: Group) -> None:
+    """Calls on two streams of one group, nobody synchronising: each follows the last."""
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    size = 1 << 20
+    xs = [torch.full((size,), float(call), device=group.device) for call in range(20)]
+    outs = [torch.full((group.world_size * size,), float("nan"), device=group.device) for _ in xs]
+    torch.cuda.synchronize()
+    for call, (x, out) in enumerate(zip(xs, outs, strict=True)):
+        with torch.cuda.stream(streams[call % 2]):
+            if call % 2 == 0 and group.rank == 0:
+                torch.cuda._sleep(2_000_000)  # the even calls start late, and the odd ones must not overtake them
+            tileflux.all_gather(x, group=group, out=out)
+    torch.cuda.synchronize()
+    group.ensure_usable()
+    for call, out in enumerate(outs):
+        assert (out == call).all(), f"call {call}"
+
+
+@pytest.mark.gpu
+def test_two_streams_of_one_group() -> None:
+    run_ranks(_alternate_streams, 2, where="mps", timeout_s=120)
+
+
 def _make_and_close(group: Group) -> int:
     for _ in range(4):
         with Group.from_process_group(device=group.device) as other:
