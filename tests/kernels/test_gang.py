@@ -13,7 +13,7 @@ import triton.language as tl
 import tileflux
 from tileflux import CommConfig
 from tileflux.kernels.copy import _move_kernel
-from tileflux.kernels.launch import BLOCK, MAX_REGISTERS, NUM_WARPS, extents_table
+from tileflux.kernels.launch import launch_arguments, launch_settings
 from tileflux.kernels.plan import MovePlan, gather_plan, permute_plan, reduce_plan, split_rows, spread_plan
 from tileflux.kernels.reduce import ELEMENTS, _reduce_kernel
 from tileflux.ops._call import sum_in_rank_order
@@ -53,7 +53,7 @@ def _gang_reduce_kernel(
     _reduce_kernel(
         tl.load(row), tl.load(row + 1),
         tl.load(row + 2).to(words), tl.load(row + 3).to(words), tl.load(row + 4).to(words),
-        0, tl.load(row + 5).to(tl.int32), tl.load(row + 6), tl.load(row + 7), tl.load(row + 8),
+        0, tl.load(row + 5).to(tl.int32), tl.load(row + 6), tl.load(row + 7), tl.load(row + 8), tl.load(row + 9),
         ELEMENT, WORLD, LANES, SLOT_BYTES, BLOCK,
     )  # fmt: skip
 
@@ -62,18 +62,16 @@ def launch(groups: list[Group], xs, outs, plans: list[MovePlan], *, sums: bool =
     """One launch that does on all ranks what ``move`` or ``reduce`` does on one."""
     rows = []
     for group, x, out, plan in zip(groups, xs, outs, plans, strict=True):
-        ragged, extents = extents_table(group, plan)
-        pointers = (x, out, extents, group.mailbox.table, group.guard.table)
-        rows.append([*(each.data_ptr() for each in pointers), ragged, *(plan.even or (0, 0, 0, 0))])
+        given = launch_arguments(group, "gang", x, out, plan)
+        values = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in given]
+        rows.append(values[:5] + values[6:])  # all but the op's number, which is 0 for all
     torch.cuda.synchronize()
     table = torch.tensor(rows, dtype=torch.int64, device="cuda")
-    settings = {"WORLD": len(groups), "LANES": CONFIG.num_lanes, "SLOT_BYTES": CONFIG.slot_bytes, "BLOCK": BLOCK}
     grid = (plans[0].num_lanes(CONFIG), len(groups))
     if sums:
-        element = ELEMENTS[xs[0].dtype]
-        _gang_reduce_kernel[grid](table, ELEMENT=element, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS, **settings)
+        _gang_reduce_kernel[grid](table, ELEMENT=ELEMENTS[xs[0].dtype], **launch_settings(groups[0]))
     else:
-        _gang_move_kernel[grid](table, min_pieces, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS, **settings)
+        _gang_move_kernel[grid](table, min_pieces, **launch_settings(groups[0]))
     torch.cuda.synchronize()
     for group in groups:
         with torch.cuda.stream(group.stream):

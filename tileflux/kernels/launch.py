@@ -10,13 +10,26 @@ from tileflux import env
 from tileflux.kernels.plan import MovePlan
 from tileflux.symm.group import Group
 
-__all__ = ["BLOCK", "MAX_REGISTERS", "NUM_WARPS", "allow_interpreter", "extents_table", "on_host"]
+__all__ = [
+    "BLOCK",
+    "MAX_REGISTERS",
+    "NUMBERS",
+    "NUM_WARPS",
+    "allow_interpreter",
+    "extents_table",
+    "launch_arguments",
+    "launch_settings",
+    "on_host",
+]
 
 NUM_WARPS = 8
 MAX_REGISTERS = 224
 """Said to the assembler, which else spills at 128 registers to fit two programs on an SM; ours is alone on its own."""
 BLOCK = 2048
 """Elements a program copies at a time: 16 KiB in accesses of 16 bytes, four a thread."""
+
+NUMBERS = ("x", "out", "op", "ragged", "send_bytes", "send_stride", "recv_bytes", "recv_stride")
+"""Arguments of every mover that must not make a variant of it by their value."""
 
 _NUM_ROWS = 1024
 _tables: weakref.WeakKeyDictionary[Group, _PlanTables] = weakref.WeakKeyDictionary()
@@ -43,6 +56,27 @@ def on_host(group: Group) -> bool:
             "and a call of tileflux.testing.interpreter.install()"
         )
     return False
+
+
+def launch_arguments(
+    group: Group, op: str, x: torch.Tensor, out: torch.Tensor, plan: MovePlan
+) -> tuple[int | torch.Tensor, ...]:
+    """What every mover takes first: addresses, tables, the op's number, and the plan."""
+    ragged, extents = extents_table(group, plan)
+    tables = (extents, group.mailbox.table, group.guard.table)
+    return (x.data_ptr(), out.data_ptr(), *tables, group.guard.op_number(op), ragged, *(plan.even or (0, 0, 0, 0)))
+
+
+def launch_settings(group: Group) -> dict[str, int]:
+    """What every mover is compiled for."""
+    return {
+        "WORLD": group.world_size,
+        "LANES": group.config.num_lanes,
+        "SLOT_BYTES": group.config.slot_bytes,
+        "BLOCK": BLOCK,
+        "num_warps": NUM_WARPS,
+        "maxnreg": MAX_REGISTERS,
+    }
 
 
 def extents_table(group: Group, plan: MovePlan) -> tuple[int, torch.Tensor]:

@@ -10,19 +10,11 @@ import triton.language as tl
 
 from tileflux.config import GUARD
 from tileflux.kernels import reduce_host
-from tileflux.kernels.launch import BLOCK, MAX_REGISTERS, NUM_WARPS, extents_table, on_host
+from tileflux.kernels.launch import NUMBERS, launch_arguments, launch_settings, on_host
 from tileflux.kernels.plan import MovePlan
-from tileflux.lang.mailbox import (
-    acquire_slot,
-    advance_channels,
-    await_message,
-    first_sent,
-    first_taken,
-    publish_slot,
-    release_message,
-    slot_address,
-)
-from tileflux.lang.remote import copy_run, extent, part, typed
+from tileflux.lang.exchange import count_messages, lane_run, longest_run, send_step
+from tileflux.lang.mailbox import await_message, first_taken, release_message, slot_address
+from tileflux.lang.remote import typed
 from tileflux.symm.group import Group
 
 __all__ = ["ELEMENTS", "launch_reduce", "reduce"]
@@ -45,27 +37,12 @@ def reduce(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, plan: Move
 
 def launch_reduce(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, plan: MovePlan) -> None:
     """Queue the kernel on the current stream."""
-    ragged, extents = extents_table(group, plan)
     _reduce_kernel[(plan.num_lanes(group.config),)](
-        x.data_ptr(),
-        out.data_ptr(),
-        extents,
-        group.mailbox.table,
-        group.guard.table,
-        group.guard.op_number(op),
-        ragged,
-        *(plan.even or (0, 0, 0, 0))[:3],
-        ELEMENT=ELEMENTS[x.dtype],
-        WORLD=group.world_size,
-        LANES=group.config.num_lanes,
-        SLOT_BYTES=group.config.slot_bytes,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-        maxnreg=MAX_REGISTERS,
+        *launch_arguments(group, op, x, out, plan), ELEMENT=ELEMENTS[x.dtype], **launch_settings(group)
     )
 
 
-@triton.jit(do_not_specialize=["x", "out", "op", "ragged", "send_bytes", "send_stride", "recv_bytes"])
+@triton.jit(do_not_specialize=NUMBERS)
 def _reduce_kernel(
     x: tl.int64,
     out: tl.int64,
@@ -77,6 +54,7 @@ def _reduce_kernel(
     send_bytes: tl.int64,
     send_stride: tl.int64,
     recv_bytes: tl.int64,
+    recv_stride: tl.int64,
     ELEMENT: tl.constexpr,
     WORLD: tl.constexpr,
     LANES: tl.constexpr,
@@ -86,56 +64,37 @@ def _reduce_kernel(
     """One program per lane. Piece by piece: send to every peer, wait for all of theirs, sum, give the slots back."""
     rank = tl.load(guard_ptr + _RANK).to(tl.int32)
     lane = tl.program_id(0)
+    none = tl.full((), 0, tl.int64)
 
     # Every rank brings a run of the same length: the one that belongs here.
-    own_begin, _ = _lane_run(extents_ptr, ragged, send_bytes, send_stride, rank, 0, WORLD)
-    place, own_nbytes = _lane_run(extents_ptr, ragged, recv_bytes, recv_bytes * 0, rank, 1, WORLD)
-    num_taken = tl.cdiv(own_nbytes, SLOT_BYTES)
-    num_steps = num_taken
-    for hop in range(1, WORLD):
-        _, nbytes = _lane_run(extents_ptr, ragged, send_bytes, send_stride, (rank + hop) % WORLD, 0, WORLD)
-        num_steps = tl.maximum(num_steps, tl.cdiv(nbytes, SLOT_BYTES))
-
-    for step in range(num_steps):
-        done = step * SLOT_BYTES
-        for hop in range(1, WORLD):
-            peer = (rank + hop) % WORLD
-            begin, nbytes = _lane_run(extents_ptr, ragged, send_bytes, send_stride, peer, 0, WORLD)
-            if done < nbytes:
-                sequence = first_sent(boxes_ptr, rank, lane, peer, WORLD, LANES) + step.to(tl.int32)
-                slot = acquire_slot(boxes_ptr, guard_ptr, op, rank, lane, peer, sequence, WORLD, LANES, SLOT_BYTES)
-                copy_run(slot, x + begin + done, tl.minimum(nbytes - done, SLOT_BYTES), BLOCK)
-                publish_slot(boxes_ptr, rank, lane, peer, sequence, WORLD, LANES)
-        if done < own_nbytes:
+    begin, _, _ = lane_run(extents_ptr, ragged, send_bytes, send_stride, rank, none, 0, WORLD, SLOT_BYTES)
+    place, nbytes, num_taken = lane_run(extents_ptr, ragged, recv_bytes, recv_stride, rank, none, 1, WORLD, SLOT_BYTES)
+    num_sent = longest_run(extents_ptr, ragged, send_bytes, send_stride, rank, none, 0, WORLD, SLOT_BYTES)
+    for step in range(tl.maximum(num_sent, num_taken)):
+        send_step(
+            x, step, extents_ptr, ragged, send_bytes, send_stride, none, boxes_ptr, guard_ptr, op, rank,
+            WORLD, LANES, SLOT_BYTES, BLOCK,
+        )  # fmt: skip
+        if step < num_taken:
+            done = step * SLOT_BYTES
             index = step.to(tl.int32)
             for hop in range(1, WORLD):
                 peer = (rank + WORLD - hop) % WORLD
                 sequence = first_taken(boxes_ptr, rank, lane, peer, WORLD, LANES) + index
                 await_message(boxes_ptr, guard_ptr, op, rank, lane, peer, sequence, WORLD, LANES, SLOT_BYTES)
             _sum_run(
-                out + place + done,
-                x + own_begin + done,
-                tl.minimum(own_nbytes - done, SLOT_BYTES),
-                index, boxes_ptr, rank, ELEMENT, WORLD, LANES, SLOT_BYTES, BLOCK,
+                out + place + done, x + begin + done, tl.minimum(nbytes - done, SLOT_BYTES), index, boxes_ptr, rank,
+                ELEMENT, WORLD, LANES, SLOT_BYTES, BLOCK,
             )  # fmt: skip
             for hop in range(1, WORLD):
                 peer = (rank + WORLD - hop) % WORLD
                 sequence = first_taken(boxes_ptr, rank, lane, peer, WORLD, LANES) + index
                 release_message(boxes_ptr, rank, lane, peer, sequence, WORLD, LANES)
 
-    for hop in range(1, WORLD):
-        peer = (rank + hop) % WORLD
-        _, nbytes = _lane_run(extents_ptr, ragged, send_bytes, send_stride, peer, 0, WORLD)
-        num_sent = tl.cdiv(nbytes, SLOT_BYTES)
-        advance_channels(boxes_ptr, rank, lane, peer, num_sent.to(tl.int32), num_taken.to(tl.int32), WORLD, LANES)
-
-
-@triton.jit
-def _lane_run(extents_ptr, ragged, nbytes, stride, peer, SIDE: tl.constexpr, WORLD: tl.constexpr):
-    """(offset, length) of this lane's part of what is exchanged with ``peer``."""
-    offset, length = extent(extents_ptr, ragged, nbytes.to(tl.int64), stride.to(tl.int64), peer, SIDE, WORLD)
-    begin, share = part(length, tl.program_id(0), tl.num_programs(0))
-    return offset + begin, share
+    count_messages(
+        extents_ptr, ragged, send_bytes, send_stride, recv_bytes, recv_stride, none, boxes_ptr, rank,
+        WORLD, LANES, SLOT_BYTES,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -15,14 +15,15 @@ __all__ = ["CASES"]
 _CONFIG = CommConfig(num_lanes=32, slot_bytes=64 * 1024)
 _OPTIONS = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS}
 _TABLES = {"extents_ptr": "*i64", "boxes_ptr": "*i64", "guard_ptr": "*i64"}
-_NUMBERS = {"op": "i32", "ragged": "i32", "send_bytes": "i64", "send_stride": "i64", "recv_bytes": "i64"}
+_PLAN = {"send_bytes": "i64", "send_stride": "i64", "recv_bytes": "i64", "recv_stride": "i64"}
+_SIGNATURE = {"x": "i64", "out": "i64", **_TABLES, "op": "i32", "ragged": "i32", **_PLAN}
 
 
 def _move(world_size: int) -> CompileCase:
     return CompileCase(
         name=f"move, {world_size} ranks",
         kernel="tileflux.kernels.copy:_move_kernel",
-        signature={"x": "i64", "out": "i64", **_TABLES, **_NUMBERS, "recv_stride": "i64", "min_pieces": "i64"},
+        signature={**_SIGNATURE, "min_pieces": "i64"},
         constexprs=_constexprs(world_size),
         options=_OPTIONS,
         waits=True,
@@ -34,7 +35,7 @@ def _reduce(world_size: int, element: str) -> CompileCase:
     return CompileCase(
         name=f"reduce {element}, {world_size} ranks",
         kernel="tileflux.kernels.reduce:_reduce_kernel",
-        signature={"x": "i64", "out": "i64", **_TABLES, **_NUMBERS},
+        signature=_SIGNATURE,
         constexprs={"ELEMENT": Imported(f"triton.language:{element}"), **_constexprs(world_size)},
         options=_OPTIONS,
         waits=True,
