@@ -4,7 +4,7 @@
 
     TilefluxError
      +- GroupClosed            the group was closed, and then used
-     +- GroupBroken            an earlier PeerTimeout broke the group; make a new one
+     +- GroupBroken            an earlier call was cut short, by a PeerTimeout or else; make a new group
      +- PeerTimeout            a peer did not signal in time: says who waited for whom, for which flag
      +- RegionError            a named region asked for in two ways, or not by every rank
      +- MismatchError          ranks made different calls (found when checking is on)
@@ -41,7 +41,7 @@ class GroupClosed(TilefluxError):
 
 
 class GroupBroken(TilefluxError):
-    """An earlier timeout left the group's flags in an unknown state; only ``close()`` works."""
+    """An earlier call stopped half-way and left the group's flags in an unknown state; only ``close()`` works."""
 
 
 class PeerTimeout(TilefluxError):

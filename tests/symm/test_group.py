@@ -128,6 +128,33 @@ def test_a_group_closes_with_its_block() -> None:
         group.barrier()
 
 
+def _interrupted(group: Group) -> None:
+    x = torch.ones(100_000)
+    if group.rank == 0:
+        publish, calls = group.channels.publish, [0]
+
+        def interrupt(lane: int, peer: int) -> None:
+            publish(lane, peer)
+            calls[0] += 1
+            if calls[0] == 2:
+                raise KeyboardInterrupt
+
+        group.channels.publish = interrupt  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            tileflux.all_gather(x, group=group)
+        with pytest.raises(GroupBroken, match="KeyboardInterrupt"):
+            tileflux.all_gather(x, group=group)
+    else:
+        with pytest.raises(PeerTimeout):
+            tileflux.all_gather(x, group=group)
+
+
+def test_a_call_cut_short_breaks_the_group() -> None:
+    """Its channels have counted messages that were never sent; the next call would take old ones for new."""
+    config = CommConfig(num_lanes=1, slot_bytes=1024)
+    run_ranks(_interrupted, 2, group_kwargs={"timeout_s": 0.5, "config": config})
+
+
 def _barrier_without_one(group: Group) -> None:
     if group.rank == 1:
         time.sleep(1.2)

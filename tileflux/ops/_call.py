@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tileflux.errors import PeerTimeout
 from tileflux.kernels.prepare import prepare
 from tileflux.symm.group import Group
 
@@ -97,7 +96,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class guarded:  # noqa: N801 - reads as a statement: ``with guarded(group):``
-    """Marks the group broken when a host wait inside gives up."""
+    """Marks the group broken when the collective inside stops half-way: a timeout, an interrupt, no memory.
+
+    Its channels have then counted messages that peers have not, and a later call would pair wrong ones. A
+    ``ValueError`` is a refusal made before the first message.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -106,5 +109,5 @@ class guarded:  # noqa: N801 - reads as a statement: ``with guarded(group):``
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, PeerTimeout):
-            self._group.break_with(error)
+        if error is not None and not isinstance(error, ValueError):
+            self._group.mark_broken(error)

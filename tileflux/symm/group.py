@@ -52,7 +52,7 @@ class Group:
         self._transport = transport
         self._workspace = Workspace(transport)
         self._closed = False
-        self._broken: PeerTimeout | None = None
+        self._broken: BaseException | None = None
         self._last_stream: torch.cuda.Stream | None = None
         transport.agree("group settings", (self.config, self.timeout_s, self.check_calls))
         self.guard = Guard(transport, self._workspace, self.timeout_s)
@@ -176,14 +176,16 @@ class Group:
         if self._closed:
             raise GroupClosed(f"group {self.name} was closed; make a new one")
         if self._broken is not None:
-            raise GroupBroken(f"group {self.name} is broken, close it and make a new one: {self._broken}")
+            reason = str(self._broken) or type(self._broken).__name__
+            raise GroupBroken(f"group {self.name} is broken, close it and make a new one: {reason}")
         if self.guard.alarmed:
-            self.break_with(self.guard.error())
+            error = self.guard.error()
+            self.mark_broken(error)
+            raise error
 
-    def break_with(self, error: PeerTimeout) -> None:
-        """Mark the group broken and raise ``error``."""
+    def mark_broken(self, error: BaseException) -> None:
+        """Let every later call raise ``GroupBroken``: channels are no longer in step with the peers'."""
         self._broken = error
-        raise error
 
     def order_stream(self) -> None:
         """Make this call follow the group's last one, whatever stream that was on. GPU groups only.
