@@ -54,14 +54,15 @@ def test_two_streams_of_one_group() -> None:
 
 
 def _make_and_close(group: Group) -> int:
+    from tileflux.symm import cuda
+
+    before = len(cuda._mapped)
     for _ in range(4):
         with Group.from_process_group(device=group.device) as other:
             x = torch.randn(1000, device=group.device)
             assert torch.equal(tileflux.all_gather(x, group=other)[group.rank * 1000 :][:1000], x)
             other.synchronize()
-    from tileflux.symm import cuda
-
-    return len(cuda._kept_mapped)
+    return len(cuda._mapped) - before
 
 
 @pytest.mark.gpu

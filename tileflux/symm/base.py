@@ -30,7 +30,7 @@ class Traits:
     """SMs this rank may fill with waiting programs; 0 on the CPU."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Segment:
     """Memory of the same size on every rank, zero-filled, reachable by all of them."""
 

@@ -22,7 +22,8 @@ __all__ = ["CudaTransport", "has_multicast", "write_flag"]
 
 
 _CLOSING_S = 5.0
-_kept_mapped: list[Segment] = []
+_mapped: list[Segment] = []
+"""Memory that peers may still write to. Only an orderly close takes it out: a group that is merely forgotten does not."""
 
 
 class CudaTransport(ProcessTransport):
@@ -70,6 +71,7 @@ class CudaTransport(ProcessTransport):
         multicast = int(handle.multicast_ptr or 0) if self.traits.has_multicast else 0
         segment = Segment(nbytes, views, multicast_address=multicast, keep_alive=(mine, handle))
         self._segments.append(segment)
+        _mapped.append(segment)
         return segment
 
     def copy_async(self, dst: torch.Tensor, src: torch.Tensor, signal: FlagWrite | None) -> Copy:
@@ -87,8 +89,9 @@ class CudaTransport(ProcessTransport):
         allocated again, it would be somebody else's flag.
         """
         self._copier.close()
-        if not orderly or self.barrier(_CLOSING_S):
-            _kept_mapped.extend(self._segments)
+        if orderly and not self.barrier(_CLOSING_S):
+            for segment in self._segments:
+                _mapped.remove(segment)
         self._segments.clear()
 
 
