@@ -58,8 +58,8 @@ class CommConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.num_lanes <= 1024:
             raise ValueError(f"num_lanes={self.num_lanes} should be between 1 and 1024")
-        if self.slot_bytes < 256 or self.slot_bytes % 256:
-            raise ValueError(f"slot_bytes={self.slot_bytes} should be a positive multiple of 256")
+        if not 256 <= self.slot_bytes < 2**31 or self.slot_bytes % 256:
+            raise ValueError(f"slot_bytes={self.slot_bytes} should be a positive multiple of 256, under 2 GiB")
         if self.min_lane_bytes < 1:
             raise ValueError(f"min_lane_bytes={self.min_lane_bytes} should be at least 1")
 

@@ -119,6 +119,9 @@ class RankFailed(TilefluxError):
         self.rank, self.cause = rank, cause
         super().__init__(message)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return (RankFailed, (self.args[0], self.rank, self.cause))
+
 
 class CompileGateError(TilefluxError):
     """A kernel spills, asks for more shared memory than the chip has, or breaks a signal rule."""

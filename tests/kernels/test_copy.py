@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 import tileflux
 from tileflux import CommConfig, env
+from tileflux.errors import PeerTimeout
 from tileflux.symm.group import Group
 from tileflux.testing import run_ranks
 from tileflux.testing.collectives import COLLECTIVES, check_collectives, random_inputs
@@ -44,6 +47,28 @@ def test_host_twin_and_kernel_speak_the_same_protocol() -> None:
 
     interpreter.install()
     run_ranks(_host_meets_kernel, 3, group_kwargs={"config": SMALL}, timeout_s=120)
+
+
+def _one_comes_late(group: Group) -> str:
+    """Rank 0 gives up and goes on; rank 1 comes later, never has to wait, and must still be told."""
+    with env.scoped({"TILEFLUX_CPU_BACKEND": "interpret"}):
+        x = torch.full((1000,), float(group.rank + 1))
+        if group.rank == 1:
+            time.sleep(2.0)
+        tileflux.all_gather(x, group=group)
+        with pytest.raises(PeerTimeout) as caught:
+            group.synchronize()
+        assert caught.value.peer == 1
+        return str(caught.value)
+
+
+def test_a_late_rank_is_told_that_what_it_got_is_worthless() -> None:
+    from tileflux.testing import interpreter
+
+    interpreter.install()
+    early, late = run_ranks(_one_comes_late, 2, group_kwargs={"config": SMALL, "timeout_s": 0.5})
+    assert "rank 0 waited 0.5 s for rank 1" in early
+    assert "rank 0 had given up waiting for rank 1" in late
 
 
 def _simulated(group: Group, names: tuple[str, ...], shape: tuple[int, ...]) -> None:

@@ -20,7 +20,9 @@ def check_registration(group: Group, op: Any, *arguments: object) -> None:
     torch.library.opcheck(op, arguments)
 
 
-def check_compiled(group: Group, call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+def check_compiled(
+    group: Group, call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, any_gradient: bool = True
+) -> None:
     """A compiled function gives the eager values and gradients; a zero gradient would show here."""
     weight = torch.linspace(0.5, 2.0, x.shape[-1])
 
@@ -33,7 +35,7 @@ def check_compiled(group: Group, call: Callable[[torch.Tensor], torch.Tensor], x
     compiled = x.clone().requires_grad_()
     torch.compile(loss, backend="aot_eager", fullgraph=True)(compiled).backward()
     assert eager.grad is not None and compiled.grad is not None
-    assert eager.grad.abs().sum() > 0
+    assert eager.grad.abs().sum() > 0 or not any_gradient
     assert torch.equal(eager.grad, compiled.grad)
 
 
@@ -52,6 +54,16 @@ def check_common_refusals(call: Callable[..., torch.Tensor], group: Group) -> No
         call(torch.ones(4), group=group, out=torch.ones(100))
     with pytest.raises(ValueError, match="records no gradient"):
         call(torch.ones(4, requires_grad=True), group=group, out=torch.ones(4))
+    with pytest.raises(ValueError, match=f"{name}: out overlaps the input"):
+        buffer = torch.ones(12)
+        call(buffer[:4], group=group, out=buffer[2:6])
+    saved = torch.ones(4)
+    version = saved._version
+    call(torch.ones(4), group=group, out=saved)
+    assert saved._version > version, "autograd would not notice that a saved tensor was overwritten"
+    if name not in ("reduce_scatter", "all_reduce"):
+        z = torch.randn(4, dtype=torch.complex64)
+        assert torch.equal(call(z.conj(), group=group, out=torch.empty_like(z)), z.conj().resolve_conj())
     (other,) = tileflux.local_groups(1)
     other.close()
     with pytest.raises(tileflux.GroupClosed, match="was closed"):

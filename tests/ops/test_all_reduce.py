@@ -61,6 +61,33 @@ def test_gradient_is_all_reduce() -> None:
     run_ranks(_gradient, 2, timeout_s=120)
 
 
+def _one_ignores_a_result(group: Group) -> list[float]:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        first = tileflux.all_reduce(x, group=group)
+        second = tileflux.all_reduce(10 * x, group=group)
+        return second if group.rank else first + second
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        return [float(compiled(torch.ones(1))), float(step(torch.ones(1)))]
+
+
+def test_a_compiled_rank_that_ignores_a_result_still_takes_part() -> None:
+    assert run_ranks(_one_ignores_a_result, 2, timeout_s=120) == [[22.0, 22.0], [20.0, 20.0]]
+
+
+def _dynamic(group: Group) -> None:
+    compiled = torch.compile(lambda x: tileflux.reduce_scatter(x, group=group), backend="eager", fullgraph=True)
+    for num_rows in (5, 7, 9):
+        x = torch.randn(num_rows, 2)
+        torch._dynamo.mark_dynamic(x, 0)
+        assert torch.equal(compiled(x), tileflux.reduce_scatter(x, group=group))
+
+
+def test_compiled_with_changing_row_counts() -> None:
+    run_ranks(_dynamic, 2, timeout_s=120)
+
+
 def _registration(group: Group) -> None:
     check_registration(group, torch.ops.tileflux.all_reduce.default, torch.randn(4, 3), group.name, "auto")
 

@@ -37,8 +37,7 @@ def _gradient(group: Group) -> None:
     (tileflux.broadcast(x, group=group, root=1) * (group.rank + 1)).sum().backward()
     assert x.grad is not None
     assert_close(x.grad, torch.full((4, 3), 3.0 if group.rank == 1 else 0.0), reduction=0)
-    if group.world_size == 1:
-        check_compiled(group, lambda x: tileflux.broadcast(x, group=group), torch.randn(4, 3))
+    check_compiled(group, lambda x: tileflux.broadcast(x, group=group), torch.randn(4, 3), any_gradient=False)
 
 
 def test_gradient_is_summed_on_the_root() -> None:

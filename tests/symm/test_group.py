@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -83,7 +84,7 @@ def test_traits_of_cpu_groups() -> None:
     assert groups[1].traits.links == ("same process", "self", "same process")
     assert not groups[1].traits.copies_need_sms and not groups[1].traits.has_multicast
     assert groups[1].transport == "local" and groups[1].stream is None
-    assert "rank 1 of 3" in repr(groups[1])
+    assert "rank1of3" in repr(groups[1])
     for group in groups:
         group.close()
 
@@ -100,8 +101,18 @@ def test_traits_of_process_groups() -> None:
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="world_size=0"):
         tileflux.local_groups(0)
-    with pytest.raises(ValueError, match="timeout_s=-1"):
-        tileflux.local_groups(2, timeout_s=-1)
+    for seconds in (-1, 0, float("inf"), float("nan"), 1e11):
+        with pytest.raises(ValueError, match=f"timeout_s={seconds} should be"):
+            tileflux.local_groups(2, timeout_s=seconds)
+
+
+def test_a_forgotten_group_ends_its_thread() -> None:
+    (group,) = tileflux.local_groups(1)
+    group.copy_async(torch.zeros(3), torch.ones(3)).wait()
+    assert any(thread.name.startswith("tileflux-copy") for thread in threading.enumerate())
+    del group
+    gc.collect()
+    assert not any(thread.name.startswith("tileflux-copy") for thread in threading.enumerate())
 
 
 def test_closed_groups_say_so_and_free_their_memory() -> None:
@@ -155,6 +166,22 @@ def test_a_call_cut_short_breaks_the_group() -> None:
     run_ranks(_interrupted, 2, group_kwargs={"timeout_s": 0.5, "config": config})
 
 
+def _refused_then_right(group: Group) -> None:
+    """A call refused on one rank alone must not have moved it out of step: made rightly, it pairs with its peer's."""
+    for number in (1, 2):
+        x = torch.full((3,), float(10 * number + group.rank))
+        if group.rank == 1:
+            with pytest.raises(ValueError, match="out should be"):
+                tileflux.all_gather(x, group=group, out=torch.empty(1))
+        gathered = tileflux.all_gather(x, group=group)
+        assert gathered[::3].tolist() == [10.0 * number, 10.0 * number + 1]
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_refusal_on_one_rank_keeps_ranks_in_step(check: bool) -> None:
+    run_ranks(_refused_then_right, 2, group_kwargs={"check": check})
+
+
 def _barrier_without_one(group: Group) -> None:
     if group.rank == 1:
         time.sleep(1.2)
@@ -191,6 +218,8 @@ def _disagree(group: Group, by: str) -> str:
             tileflux.all_reduce(x[: 3 + group.rank], group=group)
         elif by == "op":
             (tileflux.all_reduce if group.rank else tileflux.all_gather)(x, group=group)
+        elif by == "gradient":
+            tileflux.broadcast(x.requires_grad_(group.rank == 0), group=group)
         elif by == "root":
             tileflux.broadcast(x, group=group, root=group.rank)
         else:
@@ -207,6 +236,7 @@ def _disagree(group: Group, by: str) -> str:
         ("shape", ("(3, 2)", "(4, 2)")),
         ("op", ("all_reduce", "all_gather")),
         ("root", ("torch.float32, 0", "torch.float32, 1")),
+        ("gradient", ("torch.float32, 0, True", "torch.float32, 0, False")),
         ("pairs", ("all_to_all, rows from rank 0 to 1", "rank 0 has 2", "rank 1 has 3")),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tileflux
+from tileflux import CommConfig
 from tileflux.errors import MismatchError
 from tileflux.symm.local import local_transports
 
@@ -48,6 +50,17 @@ def test_claims_meet_only_where_both_know() -> None:
 def test_a_barrier_that_nobody_else_joins_names_them() -> None:
     first, _, _ = local_transports(3, torch.device("cpu"))
     assert first.barrier(0.05) == [1, 2]
+
+
+def test_more_ranks_than_streams_are_refused() -> None:
+    with pytest.raises(ValueError, match="world_size=33: torch has 32 streams"):
+        local_transports(33, torch.device("cuda", 0))
+
+
+@pytest.mark.gpu
+def test_more_lanes_than_sms_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_lanes=1000 programs of one rank"):
+        tileflux.local_groups(2, "cuda", config=CommConfig(num_lanes=1000))
 
 
 @pytest.mark.gpu

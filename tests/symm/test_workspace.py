@@ -92,6 +92,23 @@ def test_ranks_that_ask_differently_are_told() -> None:
     assert "region 'data': asked for by ranks [0] but not by [1] within 1 s" in text
 
 
+def _after_a_failure(group: Group) -> None:
+    if group.rank == 0:
+        with pytest.raises(RegionError, match=r"not by \[1\]"):
+            group.region("x", 1000)
+        with pytest.raises(RegionError, match="an earlier region of this group failed"):
+            group.region("y", 1000)
+    else:
+        time.sleep(2.5)
+        group.region("x", 1000)  # the other's note is still there: this rank alone has it
+        with pytest.raises(RegionError, match=r"not by \[0\]"):
+            group.region("y", 1000)
+
+
+def test_after_a_failure_no_region_is_handed_out_at_differing_offsets() -> None:
+    run_ranks(_after_a_failure, 2, group_kwargs={"timeout_s": 0.5})
+
+
 def test_virtual_ranks_that_ask_differently_are_told() -> None:
     first, second = tileflux.local_groups(2)
     first.region("data", 100)

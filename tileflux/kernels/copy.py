@@ -15,6 +15,7 @@ from tileflux.kernels.plan import MovePlan
 from tileflux.lang.exchange import count_messages, lane_run, longest_run, send_step
 from tileflux.lang.mailbox import await_message, first_taken, release_message
 from tileflux.lang.remote import copy_run
+from tileflux.lang.signal import confirm
 from tileflux.symm.group import Group
 
 __all__ = ["launch_move", "move"]
@@ -87,6 +88,7 @@ def _move_kernel(
                 copy_run(out + begin + done, slot, tl.minimum(nbytes - done, SLOT_BYTES), BLOCK)
                 release_message(boxes_ptr, rank, lane, peer, sequence, WORLD, LANES)
 
+    confirm(guard_ptr, op)
     count_messages(
         extents_ptr, ragged, send_bytes, send_stride, recv_bytes, recv_stride, min_pieces, boxes_ptr, rank,
         WORLD, LANES, SLOT_BYTES,

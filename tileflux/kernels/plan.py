@@ -84,8 +84,7 @@ def num_pieces(nbytes: int, slot_bytes: int) -> int:
 
 def split_rows(num_rows: int, world_size: int) -> tuple[int, ...]:
     """Rows per rank when ``num_rows`` need not divide: the first have one more, as ``torch.tensor_split`` does."""
-    each, extra = divmod(num_rows, world_size)
-    return tuple(each + (rank < extra) for rank in range(world_size))
+    return tuple((num_rows + world_size - 1 - rank) // world_size for rank in range(world_size))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -28,9 +28,11 @@ def prepare(group: Group) -> None:
     """Compile and load the movers for ``group``, once. Only GPUs need it."""
     if group.device.type != "cuda" or group in _prepared:
         return
-    if torch.cuda.is_current_stream_capturing():
+    with torch.cuda.device(group.device):
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
         raise ValueError("the first collective of a group loads kernels: make one before capturing a CUDA graph")
-    with _lock:
+    with _lock, torch.cuda.device(group.device):
         _launch_all(group)
     _prepared.add(group)
 

@@ -15,6 +15,7 @@ from tileflux.kernels.plan import MovePlan
 from tileflux.lang.exchange import count_messages, lane_run, longest_run, send_step
 from tileflux.lang.mailbox import await_message, first_taken, release_message, slot_address
 from tileflux.lang.remote import typed
+from tileflux.lang.signal import confirm
 from tileflux.symm.group import Group
 
 __all__ = ["ELEMENTS", "launch_reduce", "reduce"]
@@ -91,6 +92,7 @@ def _reduce_kernel(
                 sequence = first_taken(boxes_ptr, rank, lane, peer, WORLD, LANES) + index
                 release_message(boxes_ptr, rank, lane, peer, sequence, WORLD, LANES)
 
+    confirm(guard_ptr, op)
     count_messages(
         extents_ptr, ragged, send_bytes, send_stride, recv_bytes, recv_stride, none, boxes_ptr, rank,
         WORLD, LANES, SLOT_BYTES,

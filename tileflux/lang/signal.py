@@ -9,11 +9,12 @@ thread's own stores are published, since Triton puts none between a store and a 
 acquire at system scope, then a CTA barrier, which Triton emits to hand the polled value to the other threads.
 Data written with TMA stores is not covered: wait for ``cp.async.bulk.wait_group 0`` before signalling.
 
-Deadline. A wait that outlasts the guard's timeout, or finds the group broken, writes a record of what it waited for
-into its rank's guard block, sets ``broken`` in every rank's block and the host-visible alarm, and returns as if it
-had been satisfied. Nothing traps and nothing hangs; results of that launch are worthless, and the next host
-call on the group says so (``symm/guard.py``). Every value a branch depends on is made the same in all threads,
-because the branches contain CTA barriers.
+Deadline. A wait that outlasts the guard's timeout, or finds the group broken, writes a record of what it waited
+for into its rank's guard block, sets ``broken`` in every rank's block and the host-visible alarm, and returns as
+if it had been satisfied. A kernel that waits ends with ``confirm``, which tells whether anybody gave up meanwhile.
+Nothing traps and nothing hangs; results of that launch are worthless, and the next host call on the group says so
+(``symm/guard.py``). Every value a branch depends on is made the same in all threads, because the branches contain
+CTA barriers.
 """
 
 import triton
@@ -21,7 +22,7 @@ import triton.language as tl
 
 from tileflux.config import GUARD
 
-__all__ = ["GLOBALTIMER", "STORE_RELEASE", "poll", "signal", "wait"]
+__all__ = ["GLOBALTIMER", "STORE_RELEASE", "confirm", "poll", "signal", "wait"]
 
 # One thread stores; the others pass by. Not an atomic: a flag has one writer, and a peer behind PCIe may not
 # do atomics at all.
@@ -96,7 +97,31 @@ def _wait_long(flag, wanted, peer, guard, op):
 
 
 @triton.jit
+def confirm(guard, op):
+    """At the end of a kernel that waited: raise the alarm if the group broke meanwhile.
+
+    Whoever gives up goes on without having been satisfied, and what it then publishes is worthless; but it has set
+    ``broken`` everywhere before. So whoever took such a message, and never had to wait itself, finds out here.
+    """
+    rank = tl.load(guard + _RANK)
+    block = tl.load(guard + _BLOCKS + rank).to(tl.pointer_type(tl.int64))
+    broken_flag = (block + _BROKEN).to(tl.pointer_type(tl.int32))
+    if tl.atomic_add(broken_flag, 0, sem="acquire", scope="sys") != 0:
+        _record(block, guard, op, rank, broken_flag, 0, 1, tl.full((), 0, tl.int64))
+
+
+@triton.jit
 def _give_up(block, guard, op, peer, flag, wanted, seen, waited_ns):
+    # Before anything else: what this program publishes from now on must find its readers warned.
+    for rank in range(tl.load(guard + _WORLD_SIZE).to(tl.int32)):
+        peer_block = tl.load(guard + _BLOCKS + rank).to(tl.pointer_type(tl.int64))
+        signal((peer_block + _BROKEN).to(tl.pointer_type(tl.int32)), 1)
+    _record(block, guard, op, peer, flag, wanted, seen, waited_ns)
+
+
+@triton.jit
+def _record(block, guard, op, peer, flag, wanted, seen, waited_ns):
+    """Write down what was waited for, once per rank, and raise the alarm. ``peer`` is one's own rank in ``confirm``."""
     state = (block + _STATE).to(tl.pointer_type(tl.int32))
     if tl.atomic_cas(state, 0, 1, sem="acq_rel", scope="sys") == 0:
         tl.store(block + _OP, op)
@@ -106,9 +131,6 @@ def _give_up(block, guard, op, peer, flag, wanted, seen, waited_ns):
         tl.store(block + _SEEN, seen)
         tl.store(block + _WAITED_NS, waited_ns)
         signal(state, 2)
-        for rank in range(tl.load(guard + _WORLD_SIZE).to(tl.int32)):
-            peer_block = tl.load(guard + _BLOCKS + rank).to(tl.pointer_type(tl.int64))
-            signal((peer_block + _BROKEN).to(tl.pointer_type(tl.int32)), 1)
         alarm = tl.load(guard + _ALARM).to(tl.pointer_type(tl.int32))
         signal(alarm, 1)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from tileflux.errors import TilefluxError
 from tileflux.kernels.prepare import prepare
 from tileflux.symm.group import Group
 
@@ -17,6 +18,7 @@ __all__ = [
     "check_reducible",
     "check_sizes",
     "check_tensor",
+    "dense",
     "guarded",
     "sum_in_rank_order",
 ]
@@ -47,18 +49,38 @@ def check_reducible(op: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{op}: cannot sum {tensor.dtype}; convert to one of {names}")
 
 
-def check_out(op: str, out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """The tensor to fill: ``out`` if it fits, else a new one."""
+def check_out(
+    op: str, out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor, own_place: int | None = None
+) -> torch.Tensor:
+    """The tensor to fill: ``out`` if it fits, else a new one.
+
+    Bytes that ``out`` shares with the input ``like`` must lie ``own_place`` bytes into ``out``, where they belong
+    anyway; anywhere else they would be overwritten before they are sent.
+    """
     if out is None:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
-    if like.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{op}: out= records no gradient and the input requires one; leave out= away, or use no_grad")
+    if (like.requires_grad or out.requires_grad) and torch.is_grad_enabled():
+        raise ValueError(
+            f"{op}: out= records no gradient, and a tensor here requires one; leave it away, or use no_grad"
+        )
+    if out.is_conj() or out.is_neg():
+        raise ValueError(f"{op}: out is a lazily conjugated or negated view; pass a plain tensor")
     if tuple(out.shape) != shape or out.dtype != like.dtype or out.device != like.device or not out.is_contiguous():
         raise ValueError(
             f"{op}: out should be contiguous {shape} {like.dtype} on {like.device}, "
             f"not {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}"
         )
+    begin, end = like.data_ptr(), like.data_ptr() + like.nbytes
+    overlap = like.is_contiguous() and begin < out.data_ptr() + out.nbytes and out.data_ptr() < end
+    if overlap and begin - out.data_ptr() != own_place:
+        raise ValueError(f"{op}: out overlaps the input; give them separate memory")
+    torch.autograd.graph.increment_version(out)  # kernels write behind autograd's back
     return out
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as bytes that mean what they say: contiguous, with nothing left to conjugate or negate."""
+    return x.resolve_conj().resolve_neg().contiguous()
 
 
 def check_sizes(op: str, name: str, sizes: Sequence[int], group: Group, total: int | None = None) -> tuple[int, ...]:
@@ -66,7 +88,7 @@ def check_sizes(op: str, name: str, sizes: Sequence[int], group: Group, total: i
     sizes = tuple(int(size) for size in sizes)
     if len(sizes) != group.world_size:
         raise ValueError(f"{op}: {name}={list(sizes)} has {len(sizes)} entries for {group.world_size} ranks")
-    if any(size < 0 for size in sizes):
+    if not torch.compiler.is_compiling() and any(size < 0 for size in sizes):
         raise ValueError(f"{op}: {name}={list(sizes)} has a negative entry")
     if total is not None and sum(sizes) != total:
         raise ValueError(f"{op}: {name}={list(sizes)} add up to {sum(sizes)} rows, but the tensor has {total}")
@@ -77,7 +99,12 @@ def begin(op: str, group: Group, same: object, claims: Mapping[str, object] | No
     """Raise if the group cannot be used; with checking on, compare ``same`` and ``claims`` with the other ranks'."""
     group.ensure_usable()
     if group.check_calls:
-        group.agree(op, same, claims)
+        try:
+            group.agree(op, same, claims)
+        except TilefluxError as error:
+            # Virtual ranks find out one by one, and processes when one is missing: some may have gone on.
+            group.mark_broken(error)
+            raise
     group.order_stream()
     prepare(group)
 
@@ -106,8 +133,11 @@ class guarded:  # noqa: N801 - reads as a statement: ``with guarded(group):``
         self._group = group
 
     def __enter__(self) -> None:
-        return None
+        # Kernels go to the current device, and addresses are plain numbers: a wrong device would not be noticed.
+        self._device = torch.cuda.device(self._group.device if self._group.device.type == "cuda" else -1)
+        self._device.__enter__()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._device.__exit__(None, None, None)
         if error is not None and not isinstance(error, ValueError):
             self._group.mark_broken(error)

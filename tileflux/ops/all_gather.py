@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tileflux.kernels.copy import move
 from tileflux.kernels.plan import gather_plan
-from tileflux.ops._call import as_bytes, begin, check_out, check_sizes, check_tensor, guarded
+from tileflux.ops._call import as_bytes, begin, check_out, check_sizes, check_tensor, dense, guarded
 from tileflux.ops._library import eager_only, register
 from tileflux.symm.group import Group, group_by_name
 
@@ -44,12 +44,12 @@ def all_gather(
 
 @eager_only
 def _run(x: torch.Tensor, group: Group, rows: list[int], out: torch.Tensor | None) -> torch.Tensor:
-    begin("all_gather", group, (rows, tuple(x.shape[1:]), x.dtype))
-    out = check_out("all_gather", out, (sum(rows), *x.shape[1:]), x)
     row_bytes = x.shape[1:].numel() * x.element_size()
+    out = check_out("all_gather", out, (sum(rows), *x.shape[1:]), x, sum(rows[: group.rank]) * row_bytes)
+    begin("all_gather", group, (rows, tuple(x.shape[1:]), x.dtype, x.requires_grad))
     with guarded(group):
         plan = gather_plan(group.rank, tuple(count * row_bytes for count in rows))
-        move(group, "all_gather", x.contiguous(), out, plan)
+        move(group, "all_gather", dense(x), out, plan)
     return out
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tileflux.kernels.copy import move
 from tileflux.kernels.plan import Extent, gather_plan, part, reduce_plan
 from tileflux.kernels.reduce import reduce
-from tileflux.ops._call import begin, check_out, check_reducible, check_tensor, guarded, sum_in_rank_order
+from tileflux.ops._call import begin, check_out, check_reducible, check_tensor, dense, guarded, sum_in_rank_order
 from tileflux.ops._library import eager_only, register
 from tileflux.symm.group import Group, group_by_name
 
@@ -50,16 +50,16 @@ def pick_algorithm(nbytes: int, world_size: int) -> str:
 @eager_only
 def _run(x: torch.Tensor, group: Group, algorithm: str, out: torch.Tensor | None) -> torch.Tensor:
     check_reducible("all_reduce", x)
-    begin("all_reduce", group, (tuple(x.shape), x.dtype, algorithm))
-    out = check_out("all_reduce", out, tuple(x.shape), x)
+    out = check_out("all_reduce", out, tuple(x.shape), x, own_place=0)
+    begin("all_reduce", group, (tuple(x.shape), x.dtype, algorithm, x.requires_grad))
     if algorithm == "auto":
         algorithm = pick_algorithm(x.nbytes, group.world_size)
     with guarded(group):
         if algorithm == "one_shot":
             plan = reduce_plan(group.rank, (x.nbytes,) * group.world_size, scatter=False)
-            reduce(group, "all_reduce", x.contiguous(), out, plan)
+            reduce(group, "all_reduce", dense(x), out, plan)
         else:
-            _two_shot(group, x.contiguous(), out.view(-1))
+            _two_shot(group, dense(x), out.view(-1))
     return out
 
 

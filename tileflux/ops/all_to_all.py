@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tileflux.kernels.copy import move
 from tileflux.kernels.plan import permute_plan
-from tileflux.ops._call import as_bytes, begin, check_out, check_sizes, check_tensor, guarded
+from tileflux.ops._call import as_bytes, begin, check_out, check_sizes, check_tensor, dense, guarded
 from tileflux.ops._library import eager_only, register
 from tileflux.symm.group import Group, group_by_name
 
@@ -35,7 +35,10 @@ def all_to_all(
     output_sizes: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Runs from all ranks in rank order. Without sizes, x is cut into W equal runs; else give both lists of rows."""
+    """Runs from all ranks in rank order. Without sizes, x is cut into W equal runs; else give both lists of rows.
+
+    All ranks give sizes, or none does: with sizes a rank cannot know the longest message, and cuts messages otherwise.
+    """
     check_tensor("all_to_all", "x", x, group)
     if x.dim() == 0:
         raise ValueError("all_to_all: x is a scalar and has no rows to send")
@@ -68,12 +71,13 @@ def _run(
 ) -> torch.Tensor:
     claims = {f"rows from rank {group.rank} to {peer}": count for peer, count in enumerate(send)}
     claims |= {f"rows from rank {peer} to {group.rank}": count for peer, count in enumerate(recv)}
-    begin("all_to_all", group, (tuple(x.shape[1:]), x.dtype, "even" if even else "per-rank sizes"), claims)
     out = check_out("all_to_all", out, (sum(recv), *x.shape[1:]), x)
+    same = (tuple(x.shape[1:]), x.dtype, "even" if even else "per-rank sizes", x.requires_grad)
+    begin("all_to_all", group, same, claims)
     row_bytes = x.shape[1:].numel() * x.element_size()
     sizes = [tuple(count * row_bytes for count in counts) for counts in (send, recv)]
     with guarded(group):
-        move(group, "all_to_all", x.contiguous(), out, permute_plan(group.rank, *sizes, even))
+        move(group, "all_to_all", dense(x), out, permute_plan(group.rank, *sizes, even))
     return out
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tileflux.kernels.copy import move
 from tileflux.kernels.plan import spread_plan
-from tileflux.ops._call import as_bytes, begin, check_out, check_tensor, guarded
+from tileflux.ops._call import as_bytes, begin, check_out, check_tensor, dense, guarded
 from tileflux.ops._library import eager_only, register
 from tileflux.symm.group import Group, group_by_name
 
@@ -35,11 +35,11 @@ def broadcast(x: torch.Tensor, *, group: Group, root: int = 0, out: torch.Tensor
 
 @eager_only
 def _run(x: torch.Tensor, group: Group, root: int, out: torch.Tensor | None) -> torch.Tensor:
-    begin("broadcast", group, (tuple(x.shape), x.dtype, root))
-    out = check_out("broadcast", out, tuple(x.shape), x)
+    out = check_out("broadcast", out, tuple(x.shape), x, own_place=0)
+    begin("broadcast", group, (tuple(x.shape), x.dtype, root, x.requires_grad))
     with guarded(group):
         plan = spread_plan(group.rank, group.world_size, root, x.nbytes)
-        move(group, "broadcast", x.contiguous(), out, plan)
+        move(group, "broadcast", dense(x), out, plan)
     return out
 
 

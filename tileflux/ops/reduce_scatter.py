@@ -19,7 +19,16 @@ import torch.distributed as dist
 
 from tileflux.kernels.plan import reduce_plan, split_rows
 from tileflux.kernels.reduce import reduce
-from tileflux.ops._call import begin, check_out, check_reducible, check_sizes, check_tensor, guarded, sum_in_rank_order
+from tileflux.ops._call import (
+    begin,
+    check_out,
+    check_reducible,
+    check_sizes,
+    check_tensor,
+    dense,
+    guarded,
+    sum_in_rank_order,
+)
 from tileflux.ops._library import eager_only, register
 from tileflux.symm.group import Group, group_by_name
 
@@ -45,12 +54,12 @@ def reduce_scatter(
 @eager_only
 def _run(x: torch.Tensor, group: Group, rows: list[int], out: torch.Tensor | None) -> torch.Tensor:
     check_reducible("reduce_scatter", x)
-    begin("reduce_scatter", group, (rows, tuple(x.shape[1:]), x.dtype))
     out = check_out("reduce_scatter", out, (rows[group.rank], *x.shape[1:]), x)
+    begin("reduce_scatter", group, (rows, tuple(x.shape[1:]), x.dtype, x.requires_grad))
     row_bytes = x.shape[1:].numel() * x.element_size()
     with guarded(group):
         plan = reduce_plan(group.rank, tuple(count * row_bytes for count in rows), scatter=True)
-        reduce(group, "reduce_scatter", x.contiguous(), out, plan)
+        reduce(group, "reduce_scatter", dense(x), out, plan)
     return out
 
 

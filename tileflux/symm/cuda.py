@@ -23,7 +23,7 @@ __all__ = ["CudaTransport", "has_multicast", "write_flag"]
 
 _CLOSING_S = 5.0
 _mapped: list[Segment] = []
-"""Memory that peers may still write to. Only an orderly close takes it out: a group that is merely forgotten does not."""
+"""Memory that peers may still write to. Only an orderly close takes it out, not a group that is merely forgotten."""
 
 
 class CudaTransport(ProcessTransport):
@@ -89,7 +89,7 @@ class CudaTransport(ProcessTransport):
         allocated again, it would be somebody else's flag.
         """
         self._copier.close()
-        if orderly and not self.barrier(_CLOSING_S):
+        if orderly and self.all_closing(_CLOSING_S):
             for segment in self._segments:
                 _mapped.remove(segment)
         self._segments.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import sys
@@ -24,6 +25,7 @@ from tileflux.symm.workspace import MemorySummary, Region, Workspace
 
 __all__ = ["Group", "group_by_name", "local_groups"]
 
+_LONGEST_TIMEOUT_S = 1e6
 _names = itertools.count()
 _groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
 _groups_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -43,12 +45,17 @@ class Group:
         config: CommConfig | None = None,
         check: bool | None = None,
     ) -> None:
-        self.name = f"{transport.name}-{next(_names)}"
+        # The rank is in the name because compiled graphs, which depend on it, are cached on disk by what they contain.
+        self.name = f"{transport.name}-{next(_names)}-rank{transport.rank}of{transport.world_size}"
         self.timeout_s = env.timeout_s() if timeout_s is None else timeout_s
-        if self.timeout_s <= 0:
-            raise ValueError(f"timeout_s={timeout_s} should be a positive number of seconds")
+        _check_timeout(self.timeout_s)
         self.check_calls = env.check() if check is None else check
         self.config = _default_config(transport.traits) if config is None else config
+        if 0 < transport.traits.num_sms < self.config.num_lanes:
+            raise ValueError(
+                f"num_lanes={self.config.num_lanes} programs of one rank would fill more than its "
+                f"{transport.traits.num_sms} SMs, and wait for ranks that find no room"
+            )
         self._transport = transport
         self._workspace = Workspace(transport)
         self._closed = False
@@ -83,6 +90,7 @@ class Group:
         if device is None:
             device = "cuda" if torch.cuda.is_available() and env.transport() != "shm" else "cpu"
         limit = env.timeout_s() if timeout_s is None else timeout_s
+        _check_timeout(limit)
         transport = _process_transport(group, torch.device(device), limit)
         return cls(transport, timeout_s=timeout_s, config=config, check=check)
 
@@ -186,6 +194,7 @@ class Group:
     def mark_broken(self, error: BaseException) -> None:
         """Let every later call raise ``GroupBroken``: channels are no longer in step with the peers'."""
         self._broken = error
+        self.guard.tell_peers()
 
     def order_stream(self) -> None:
         """Make this call follow the group's last one, whatever stream that was on. GPU groups only.
@@ -210,9 +219,15 @@ class Group:
 
     def synchronize(self) -> None:
         """Wait for this rank's queued work and raise ``PeerTimeout`` if any of it gave up waiting."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        self._wait_for_streams()
         self.ensure_usable()
+
+    def _wait_for_streams(self) -> None:
+        """Every stream this rank's work may be on: the caller's, that of the last call, a virtual rank's own."""
+        if self.device.type == "cuda":
+            for stream in (torch.cuda.current_stream(self.device), self._last_stream, self.stream):
+                if stream is not None:
+                    stream.synchronize()
 
     def memory_summary(self) -> MemorySummary:
         """Symmetric memory this rank holds; prints as a table."""
@@ -229,12 +244,18 @@ class Group:
         _groups.pop(self.name, None)
         if self.device.type == "cuda":
             # Kernels in flight still use the memory; their waits have deadlines, so this ends.
-            torch.cuda.current_stream(self.device).synchronize()
+            self._wait_for_streams()
             orderly = orderly and not self.guard.alarmed
         self.__dict__.pop("channels", None)
         del self.guard, self.mailbox
         self._workspace.close()
         self._transport.close(orderly=orderly)
+
+    def __del__(self) -> None:
+        # Work in flight uses the tables that would go with the group.
+        if not sys.is_finalizing() and not getattr(self, "_closed", True):
+            with contextlib.suppress(Exception):
+                self._close(orderly=False)
 
     def __enter__(self) -> Group:
         return self
@@ -245,7 +266,7 @@ class Group:
         self._close(orderly=error is None and self._broken is None)
 
     def __repr__(self) -> str:
-        return f"Group({self.name}, rank {self.rank} of {self.world_size}, {self.device})"
+        return f"Group({self.name}, {self.device})"
 
 
 def local_groups(
@@ -280,19 +301,25 @@ def group_by_name(name: str) -> Group:
 
 def _process_transport(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> Transport:
     # Several groups may be made from one process group; each meets under a prefix of its own.
+    wanted = env.transport()
+    shm = wanted == "shm" or (wanted == "auto" and device.type == "cpu")
+    if shm and device.type != "cpu":
+        raise ValueError(f"the shm transport carries CPU tensors; device={device} needs TILEFLUX_TRANSPORT=cuda")
+    if not shm and device.type != "cuda":
+        raise ValueError(f"the cuda transport carries CUDA tensors; device={device} needs TILEFLUX_TRANSPORT=shm")
     index = _groups_made.get(group, 0)
     _groups_made[group] = index + 1
     store = dist.PrefixStore(f"tileflux/{index}", dist.distributed_c10d._get_process_group_store(group))
-    wanted = env.transport()
-    if wanted == "shm" or (wanted == "auto" and device.type == "cpu"):
-        if device.type != "cpu":
-            raise ValueError(f"the shm transport carries CPU tensors; device={device} needs TILEFLUX_TRANSPORT=cuda")
+    if shm:
         return ShmTransport(store, dist.get_rank(group), dist.get_world_size(group), dist.get_rank(), timeout_s)
-    if device.type != "cuda":
-        raise ValueError(f"the cuda transport carries CUDA tensors; device={device} needs TILEFLUX_TRANSPORT=shm")
     from tileflux.symm.cuda import CudaTransport
 
     return CudaTransport(group, store, device, dist.get_rank(), timeout_s)
+
+
+def _check_timeout(seconds: float) -> None:
+    if not 0 < seconds <= _LONGEST_TIMEOUT_S:
+        raise ValueError(f"timeout_s={seconds} should be a positive number of seconds, at most {_LONGEST_TIMEOUT_S:g}")
 
 
 def _default_config(traits: Traits) -> CommConfig:

@@ -16,7 +16,7 @@ import torch
 from tileflux.config import GUARD
 from tileflux.errors import PeerTimeout
 from tileflux.symm.base import Transport
-from tileflux.symm.host_signal import HostWords
+from tileflux.symm.host_signal import HostWords, reached
 from tileflux.symm.workspace import Region, Workspace
 
 __all__ = ["Guard"]
@@ -72,7 +72,8 @@ class Guard:
             return bool(failure)
 
         words.wait(index, wanted, give_up)
-        if failure:
+        # The peer may have raised the flag as its last act, between our look at the flag and our look at the peer.
+        if failure and not reached(words.load(index), wanted):
             seen, seconds = failure[0]
             flag = words.address + 4 * index
             self._write_record(_Record(self.op_number(op), peer, flag, wanted, seen, int(seconds * 1e9)))
@@ -84,13 +85,15 @@ class Guard:
         records = self._read_records()
         mine = records[self._transport.rank]
         assert mine is not None, "asked for an error that nobody recorded"
+        if mine.peer == self._transport.rank:
+            return self._late(mine, records)
         culprit, final = self._follow(records, mine.peer)
         while not final and time.monotonic() < deadline:
             time.sleep(0.02)
             records = self._read_records()
             culprit, final = self._follow(records, mine.peer)
         return PeerTimeout(
-            op=self._ops[mine.op] if mine.op < len(self._ops) else f"op {mine.op}",
+            op=self._op_name(mine.op),
             rank=self._transport.rank,
             peer=culprit,
             waited_for=mine.peer,
@@ -100,6 +103,32 @@ class Guard:
             seconds=mine.waited_ns / 1e9,
             detail=self._transport.describe_rank(culprit),
         )
+
+    def tell_peers(self) -> None:
+        """Let every rank stop waiting: this one will not come. CPU groups only."""
+        for words in self._words:
+            words.store(2 * GUARD.broken, 1)
+
+    def _late(self, mine: _Record, records: list[_Record | None]) -> PeerTimeout:
+        """The error of a rank that got through its call, but after another had given up."""
+        who, theirs = next(
+            ((rank, record) for rank, record in enumerate(records) if record and record.peer != rank),
+            (self._transport.rank, mine),
+        )
+        return PeerTimeout(
+            op=self._op_name(mine.op),
+            rank=self._transport.rank,
+            peer=theirs.peer,
+            waited_for=theirs.peer,
+            flag="broken",
+            wanted=0,
+            seen=1,
+            seconds=theirs.waited_ns / 1e9,
+            detail=f"rank {who} had given up waiting for rank {theirs.peer}, so what arrived here is worthless",
+        )
+
+    def _op_name(self, number: int) -> str:
+        return self._ops[number] if number < len(self._ops) else f"op {number}"
 
     def _follow(self, records: list[_Record | None], peer: int) -> tuple[int, bool]:
         """The rank at the end of the chain of waits that starts at ``peer``, and whether that is certain."""
@@ -138,8 +167,7 @@ class Guard:
             ):
                 own[word] = value
             self._words[self._transport.rank].store(2 * GUARD.state, _COMPLETE)
-        for words in self._words:
-            words.store(2 * GUARD.broken, 1)
+        self.tell_peers()
 
     def _read_records(self) -> list[_Record | None]:
         records: list[_Record | None] = []

@@ -46,7 +46,7 @@ class HostCopier:
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, signal: FlagWrite | None) -> Copy:
         """Queue a copy."""
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():  # a forked child inherits the object, not the thread
             self._thread = threading.Thread(target=self._work, name=f"tileflux-copy-{self._name}", daemon=True)
             self._thread.start()
         job = _HostCopy(dst, src, signal)

@@ -23,6 +23,9 @@ from tileflux.symm.stream_copy import StreamCopier
 __all__ = ["LocalTransport", "local_transports"]
 
 
+_MAX_STREAMS = 32
+
+
 @dataclass
 class _Entry:
     """What the first rank to come to an agreement brought."""
@@ -112,8 +115,9 @@ class LocalTransport(Transport):
         return self._alarm
 
     def close(self, *, orderly: bool) -> None:
-        """End the worker thread."""
+        """End the worker thread, and leave the memory to the ranks that are still open."""
         self._copier.close()
+        del self._world
 
     def _make_segment(self, nbytes: int) -> Segment:
         views = tuple(torch.zeros(nbytes, dtype=torch.uint8, device=self.device) for _ in range(self.world_size))
@@ -125,5 +129,7 @@ class LocalTransport(Transport):
 
 def local_transports(world_size: int, device: torch.device) -> list[LocalTransport]:
     """Transports for all ranks of a new virtual world."""
+    if device.type == "cuda" and world_size > _MAX_STREAMS:
+        raise ValueError(f"world_size={world_size}: torch has {_MAX_STREAMS} streams on a GPU, and each rank needs one")
     world = _World(world_size, device)
     return [LocalTransport(world, rank) for rank in range(world_size)]

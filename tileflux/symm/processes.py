@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from tileflux.errors import TilefluxError
 from tileflux.symm.base import Transport
 from tileflux.symm.rendezvous import Missing, Rendezvous
 
@@ -53,6 +54,14 @@ class ProcessTransport(Transport):
         except Missing as error:
             return error.missing
         return ()
+
+    def all_closing(self, timeout_s: float) -> bool:
+        """Whether every rank has come to close. Never raises: the store may have left with the rank that kept it."""
+        try:
+            self.rendezvous.exchange("closing", None, timeout_s)
+        except (TilefluxError, RuntimeError):
+            return False
+        return True
 
     def is_gone(self, rank: int) -> bool:
         """Ask the operating system."""

@@ -14,18 +14,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tileflux.errors import MismatchError, TilefluxError
+from tileflux.errors import MismatchError, PeerTimeout
 
 __all__ = ["Missing", "Rendezvous", "disagreement", "other_purpose"]
 
 
-class Missing(TilefluxError):
+class Missing(PeerTimeout):
     """Some ranks did not come to a rendezvous in time."""
 
-    def __init__(self, what: str, missing: Sequence[int], world_size: int, seconds: float) -> None:
+    def __init__(self, what: str, rank: int, missing: Sequence[int], world_size: int, seconds: float) -> None:
+        peer = missing[0] if missing else rank
+        super().__init__(
+            op=what, rank=rank, peer=peer, waited_for=peer, flag="arrival", wanted=1, seen=0, seconds=seconds
+        )
         self.missing = tuple(missing)
         came = [rank for rank in range(world_size) if rank not in self.missing]
-        super().__init__(f"{what}: asked for by ranks {came} but not by {list(missing)} within {seconds:g} s")
+        self.args = (f"{what}: asked for by ranks {came} but not by {list(missing)} within {seconds:g} s",)
 
 
 class Rendezvous:
@@ -51,7 +55,7 @@ class Rendezvous:
             try:
                 self._store.wait([key], remaining)
             except RuntimeError as error:
-                raise Missing(what, self._absent(meeting), self._world_size, timeout_s) from error
+                raise Missing(what, self._rank, self._absent(meeting), self._world_size, timeout_s) from error
             notes.append(pickle.loads(self._store.get(key)))
         if meeting:
             # All ranks are at this meeting, so all have read the last one: its note can go.

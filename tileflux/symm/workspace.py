@@ -95,6 +95,7 @@ class Workspace:
         self._used = 0
         self._regions: dict[str, Region] = {}
         self._retired_bytes = 0
+        self._failed = False
 
     def region(
         self, name: str, nbytes: int, *, owner: str, grow: bool = False, describe: Callable[[int], str] | None = None
@@ -105,6 +106,10 @@ class Workspace:
         since work in flight and captured graphs still use them.
         """
         known = self._regions.get(name)
+        if self._failed:
+            raise RegionError(
+                "an earlier region of this group failed and ranks may differ; close it and make a new one"
+            )
         if known is not None:
             if known.owner != owner:
                 raise RegionError(
@@ -120,8 +125,10 @@ class Workspace:
             nbytes = 1 << (nbytes - 1).bit_length()
         if nbytes < 0:
             raise ValueError(f"region '{name}' cannot have {nbytes} bytes")
+        self._failed = True  # until all ranks have it: offsets must not drift apart
         self._agree(name, nbytes, owner)
         region = self._carve(name, nbytes, owner, describe)
+        self._failed = False
         if known is not None:
             self._retired_bytes += known.nbytes
         self._regions[name] = region
@@ -150,7 +157,8 @@ class Workspace:
 
     def _agree(self, name: str, nbytes: int, owner: str) -> None:
         try:
-            self._transport.agree(f"region '{name}'", f"{nbytes} bytes for {owner}")
+            place = f"{nbytes} bytes for {owner} at {len(self._segments)}+{self._used}"
+            self._transport.agree(f"region '{name}'", place)
         except Missing as error:
             raise RegionError(f"{error}; a region is asked for by all ranks of its group") from error
         except MismatchError as error:
