@@ -123,6 +123,10 @@ def test_record_of_a_wait_that_gave_up_is_no_signal() -> None:
     assert problems(*record, waits=True) == []
     assert "nothing releases" in only_problem(*record, waits=True, signals=True)
     assert problems(*record, BARRIER, RELEASE, waits=True, signals=True) == []
+    clock = "mov.u64 %rd7, %globaltimer;"
+    warning = (SPIN, "@%p3 bra $L__DONE;", clock, BARRIER, RELEASE, "$L__DONE:", LOAD)
+    assert "nothing releases" in only_problem(*warning, waits=True, signals=True)
+    assert problems(*warning, BARRIER, RELEASE, waits=True, signals=True) == []
 
 
 # System scope.

@@ -66,13 +66,13 @@ def waits_with_acquire(functions: Sequence[Function]) -> list[str]:
 def signals_with_release(functions: Sequence[Function]) -> list[str]:
     """A signal releases at system scope: else a peer never sees the flag, or sees it before the data.
 
-    Releases behind a compare-and-swap do not count. A wait that gives up writes its record there, so a kernel that
-    waits would otherwise pass without a signal of its own.
+    Releases behind a look at the clock or a compare-and-swap do not count. A wait that gives up warns its peers and
+    writes its record there, so a kernel that waits would otherwise pass without a signal of its own.
     """
     for function in functions:
-        swaps = set(function.where(lambda instruction: instruction.has("cas")))
-        before_swap = reach([0], function.successors, swaps.__contains__) | {0}
-        if any(index in before_swap - swaps for index in _releases(function)):
+        ends = set(function.where(lambda instruction: instruction.has("cas") or "%globaltimer" in instruction.operands))
+        before_end = reach([0], function.successors, ends.__contains__) | {0}
+        if any(index in before_end - ends for index in _releases(function)):
             return []
     return ["signals, but nothing releases at sys scope: the signal is missing, or the compiler dropped it"]
 
