@@ -49,6 +49,22 @@ def test_host_twin_and_kernel_speak_the_same_protocol() -> None:
     run_ranks(_host_meets_kernel, 3, group_kwargs={"config": SMALL}, timeout_s=120)
 
 
+def test_autograd_notices_an_output_that_a_kernel_overwrites() -> None:
+    """A kernel writes through an address; the host twin uses torch, which counts versions by itself."""
+    from tileflux.testing import interpreter
+
+    interpreter.install()
+    (group,) = tileflux.local_groups(1)
+    saved = torch.ones(4, requires_grad=True) * 2
+    product = saved * saved
+    with torch.no_grad(), env.scoped({"TILEFLUX_CPU_BACKEND": "interpret"}):
+        tileflux.all_gather(torch.zeros(4), group=group, out=saved)
+    assert saved.tolist() == [0.0] * 4
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    group.close()
+
+
 def _one_comes_late(group: Group) -> str:
     """Rank 0 gives up and goes on; rank 1 comes later, never has to wait, and must still be told."""
     with env.scoped({"TILEFLUX_CPU_BACKEND": "interpret"}):
