@@ -4,6 +4,7 @@ This package exports; it does nothing. Importing it touches no GPU.
 """
 
 from tileflux.config import CommConfig as CommConfig
+from tileflux.config import GemmConfig as GemmConfig
 from tileflux.errors import GroupBroken as GroupBroken
 from tileflux.errors import GroupClosed as GroupClosed
 from tileflux.errors import MismatchError as MismatchError
@@ -11,11 +12,15 @@ from tileflux.errors import PeerTimeout as PeerTimeout
 from tileflux.errors import RegionError as RegionError
 from tileflux.errors import TilefluxError as TilefluxError
 from tileflux.errors import TransportUnavailable as TransportUnavailable
+from tileflux.ops import ag_gemm as ag_gemm
 from tileflux.ops import all_gather as all_gather
 from tileflux.ops import all_reduce as all_reduce
 from tileflux.ops import all_to_all as all_to_all
 from tileflux.ops import barrier as barrier
 from tileflux.ops import broadcast as broadcast
+from tileflux.ops import gemm as gemm
+from tileflux.ops import gemm_ar as gemm_ar
+from tileflux.ops import gemm_rs as gemm_rs
 from tileflux.ops import reduce_scatter as reduce_scatter
 from tileflux.symm.base import FlagWrite as FlagWrite
 from tileflux.symm.group import Group as Group
@@ -26,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CommConfig",
     "FlagWrite",
+    "GemmConfig",
     "Group",
     "GroupBroken",
     "GroupClosed",
@@ -35,6 +41,10 @@ __all__ = [
     "TilefluxError",
     "TransportUnavailable",
     "__version__",
+    "ag_gemm",
+    "gemm",
+    "gemm_ar",
+    "gemm_rs",
     "all_gather",
     "all_reduce",
     "all_to_all",

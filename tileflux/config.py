@@ -7,10 +7,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["GUARD", "NUM_SLOTS", "CommConfig", "GuardLayout", "MailboxLayout"]
+__all__ = [
+    "CONTROL",
+    "GUARD",
+    "MAX_CHUNKS",
+    "NUM_SLOTS",
+    "TABLE",
+    "CommConfig",
+    "ControlLayout",
+    "GemmConfig",
+    "GemmProblem",
+    "GuardLayout",
+    "MailboxLayout",
+    "TableLayout",
+]
 
 NUM_SLOTS = 2
 """Messages in flight on one channel of a mailbox: one being read while the next is written."""
+
+MAX_CHUNKS = 16
+"""Chunks a rank's rows may be cut into, each announced by a flag of its own."""
 
 
 @dataclass(frozen=True)
@@ -111,3 +127,113 @@ class MailboxLayout:
         lane, peer = divmod(rest, self.world_size)
         names = {self.data: "data", self.ack: "ack", self.sent: "sent", self.taken: "taken"}
         return f"{names.get(kind, 'slot')}[lane {lane}, rank {peer}]"
+
+
+@dataclass(frozen=True)
+class ControlLayout:
+    """The words by which the ranks of a fused op take turns with its buffers (see ``lang/turn.py``), 32 bits each.
+
+    ``epoch`` (calls this rank has finished) and ``done`` (programs of the running launch that have ended) are private.
+    ``ack`` has a word per peer: the calls that peer has finished. ``counters`` are private: feeders that have moved
+    their part of a chunk, ``[world_size, MAX_CHUNKS]``.
+    """
+
+    epoch: int = 0
+    done: int = 1
+    ack: int = 2
+
+    def counters(self, world_size: int) -> int:
+        """Index of the first counter."""
+        return self.ack + world_size
+
+    def nbytes(self, world_size: int) -> int:
+        """Bytes of all words."""
+        return 4 * (self.counters(world_size) + world_size * MAX_CHUNKS)
+
+
+CONTROL = ControlLayout()
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """A fused op's plan as its kernel reads it: 64-bit words, uploaded once per plan and kept on the device.
+
+    After the single words come arrays with one word per rank: ``rows`` and ``first_row`` (of the rank's shard of the
+    M rows), then the addresses of every rank's ``control`` words, ``flags`` and ``data``.
+    """
+
+    guard: int = 0  # address of the rank's guard table
+    op: int = 1
+    rank: int = 2
+    num_chunks: int = 3  # a shard is cut into as many
+    chunk_rows: int = 4
+    half_bytes: int = 5  # of a buffer that is used in turn with another one
+    slot_bytes: int = 6  # of one source's part of such a buffer
+    scales: int = 7  # where the gathered scales begin, behind the gathered rows
+    arrays: int = 8
+
+    def num_words(self, world_size: int) -> int:
+        """Words of one table."""
+        return self.arrays + 5 * world_size
+
+
+TABLE = TableLayout()
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """How a GEMM is cut into tiles and given to programs.
+
+    ``num_feeders`` programs of an all-gather GEMM send rows while the others multiply, and ``num_chunks`` is how many
+    flags announce one rank's rows. ``num_sms`` bounds the programs of a launch; None takes what the GPU, or the
+    group's share of it, has. All ranks of a call use the same numbers.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 64
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+    num_feeders: int = 4
+    num_chunks: int = 1
+    num_sms: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k"):
+            value = getattr(self, name)
+            if not 16 <= value <= 1024 or value & (value - 1):
+                raise ValueError(f"{name}={value} should be a power of two from 16 to 1024")
+        if self.num_warps not in (1, 2, 4, 8, 16):
+            raise ValueError(f"num_warps={self.num_warps} should be 1, 2, 4, 8 or 16")
+        if not 1 <= self.num_chunks <= MAX_CHUNKS:
+            raise ValueError(f"num_chunks={self.num_chunks} should be from 1 to {MAX_CHUNKS}")
+        for name in ("group_m", "num_stages", "num_feeders"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} should be at least 1")
+        if self.num_sms is not None and self.num_sms < 2:
+            raise ValueError(f"num_sms={self.num_sms} should be at least 2: one program feeds, one multiplies")
+
+
+@dataclass(frozen=True)
+class GemmProblem:
+    """What a strategy and a ``GemmConfig`` are picked for: the same on every rank where ranks must pick alike.
+
+    ``m`` is the number of rows of the whole output, ``n`` and ``k`` are what one rank multiplies. ``arch`` is the GPU's
+    compute capability as a number, 90 for 9.0, and 0 on the CPU; ``num_sms`` what a rank may fill of it.
+    """
+
+    op: str
+    m: int
+    n: int
+    k: int
+    world_size: int
+    dtype: str
+    is_gated: bool = False
+    arch: int = 0
+    num_sms: int = 0
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Rows of the largest even shard."""
+        return -(-self.m // self.world_size)

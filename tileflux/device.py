@@ -7,7 +7,7 @@ import subprocess
 
 import torch
 
-__all__ = ["link", "num_sms", "peer_access", "uuid"]
+__all__ = ["arch", "link", "num_sms", "peer_access", "uuid"]
 
 
 def num_sms(device: torch.device) -> int:
@@ -54,3 +54,10 @@ def _nvidia_smi(*arguments: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
+
+
+@functools.cache
+def arch(device: torch.device) -> int:
+    """Compute capability as one number: 90 for 9.0."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

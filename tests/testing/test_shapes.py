@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 from tileflux.config import CommConfig
-from tileflux.testing.shapes import MESSAGE_SHAPES
+from tileflux.testing.shapes import GEMM_SHAPES, MESSAGE_SHAPES
 
 SHAPES = {entry.name: entry for entry in MESSAGE_SHAPES}
+GEMMS = {entry.name: entry for entry in GEMM_SHAPES}
+TILE, BLOCK_K = 128, 64
 
 
 def test_names_are_unique_and_every_shape_has_a_reason() -> None:
     assert len(SHAPES) == len(MESSAGE_SHAPES)
-    assert all(entry.why for entry in MESSAGE_SHAPES)
+    assert len(GEMMS) == len(GEMM_SHAPES)
+    assert all(entry.why for entry in (*MESSAGE_SHAPES, *GEMM_SHAPES))
 
 
 def test_the_reasons_are_true() -> None:
@@ -23,3 +28,39 @@ def test_the_reasons_are_true() -> None:
     assert all(SHAPES["odd_columns"].shape[1] * size % 16 for size in (1, 2, 4))
     assert slot_bytes < 2 * SHAPES["past_slot"].numel < 1.1 * slot_bytes
     assert 6 * slot_bytes < 2 * SHAPES["many_slots"].numel < 6.1 * slot_bytes
+
+
+def test_products_are_cheap_and_differ() -> None:
+    assert all(shape.m * shape.n * shape.k < 10**7 for shape in GEMM_SHAPES)
+    assert len({(shape.m, shape.n, shape.k) for shape in GEMM_SHAPES}) == len(GEMM_SHAPES)
+
+
+def test_the_reasons_of_products_are_true() -> None:
+    empty = [[name for name, size in zip("mnk", shape[1:4], strict=True) if size == 0] for shape in GEMM_SHAPES]
+    assert [dims for dims in empty if dims] == [["m"], ["n"], ["k"]]
+    assert GEMMS["no_rows"].m == GEMMS["no_columns"].n == GEMMS["no_terms"].k == 0
+    assert GEMMS["one"][1:4] == (1, 1, 1)
+    assert 0 < GEMMS["few_rows"].m < 4 <= min(GEMMS["few_rows"].n, GEMMS["few_rows"].k)
+    assert all(dim % world_size for dim in GEMMS["primes"][1:4] for world_size in range(2, 7))
+    assert GEMMS["primes"].k < 8
+    uneven = GEMMS["uneven_rows"]
+    assert all(uneven.m % world_size for world_size in (3, 4, 8))
+    assert all(dim % world_size == 0 for dim in (uneven.n, uneven.k) for world_size in (2, 4, 8))
+    assert all(GEMMS["odd_k"].k * itemsize % 16 for itemsize in (1, 2, 4))
+    short = GEMMS["short_block"]
+    assert short.k % 16 == 0 and short.k > BLOCK_K and short.k % BLOCK_K
+
+
+def test_the_reasons_of_tiles_are_true() -> None:
+    assert GEMMS["one_tile"][1:4] == (TILE, TILE, BLOCK_K)
+    assert GEMMS["past_tile"][1:4] == (TILE + 1, TILE + 1, BLOCK_K + 1)
+    aligned = GEMMS["past_tile_aligned"]
+    assert aligned.m == TILE + 1 and aligned.n > TILE and aligned.k > BLOCK_K
+    assert aligned.n % 16 == aligned.k % 16 == 0
+    several = GEMMS["several_tiles"]
+    assert [math.ceil(dim / size) for dim, size in zip(several[1:4], (TILE, TILE, BLOCK_K), strict=True)] == [3, 2, 3]
+    assert all(dim % size for dim, size in zip(several[1:4], (TILE, TILE, BLOCK_K), strict=True))
+    assert several.k % 16 and 2 * several.k % 16 == 0
+    assert GEMMS["tall"].m >= 8 * TILE and GEMMS["tall"].n < 16
+    assert GEMMS["wide"].n >= 8 * TILE and GEMMS["wide"].m < 16
+    assert GEMMS["deep"].k >= 32 * BLOCK_K and max(GEMMS["deep"].m, GEMMS["deep"].n) < TILE

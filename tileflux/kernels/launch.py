@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -12,6 +13,7 @@ from tileflux.symm.group import Group
 
 __all__ = [
     "BLOCK",
+    "DeviceTables",
     "MAX_REGISTERS",
     "NUMBERS",
     "NUM_WARPS",
@@ -32,7 +34,7 @@ NUMBERS = ("x", "out", "op", "ragged", "send_bytes", "send_stride", "recv_bytes"
 """Arguments of every mover that must not make a variant of it by their value."""
 
 _NUM_ROWS = 1024
-_tables: weakref.WeakKeyDictionary[Group, _PlanTables] = weakref.WeakKeyDictionary()
+_tables: weakref.WeakKeyDictionary[Group, DeviceTables] = weakref.WeakKeyDictionary()
 
 
 _interpreter_repaired = False
@@ -44,9 +46,9 @@ def allow_interpreter() -> None:
     _interpreter_repaired = True
 
 
-def on_host(group: Group) -> bool:
+def on_host(where: Group | torch.Tensor) -> bool:
     """Whether the host twin of a kernel is to run, rather than the kernel."""
-    if group.device.type != "cpu":
+    if where.device.type != "cpu":
         return False
     if env.cpu_backend() == "host":
         return True
@@ -86,48 +88,49 @@ def extents_table(group: Group, plan: MovePlan) -> tuple[int, torch.Tensor]:
     """
     tables = _tables.get(group)
     if tables is None:
-        tables = _tables[group] = _PlanTables(group)
+        tables = _tables[group] = DeviceTables(group.device, 4 * group.world_size)
     if plan.even is not None:
         return 0, group.guard.table
-    return 1, tables.find(plan)
+    return 1, tables.find(plan, lambda: plan.table)
 
 
-class _PlanTables:
-    """Device tables of ragged plans, in memory allocated once: the hot path must neither allocate nor pin."""
+class DeviceTables:
+    """Rows of numbers that kernels read, in memory allocated once: the hot path must neither allocate nor pin."""
 
-    def __init__(self, group: Group) -> None:
-        shape = (_NUM_ROWS, 4 * group.world_size)
-        self._on_gpu = group.device.type == "cuda"
+    def __init__(self, device: torch.device, num_words: int) -> None:
+        shape = (_NUM_ROWS, num_words)
+        self._on_gpu = device.type == "cuda"
         self._host = torch.empty(shape, dtype=torch.int64, pin_memory=self._on_gpu)
-        self._device = torch.empty(shape, dtype=torch.int64, device=group.device) if self._on_gpu else self._host
+        self._device = torch.empty(shape, dtype=torch.int64, device=device) if self._on_gpu else self._host
         self._free = list(range(_NUM_ROWS))
-        self._rows: dict[MovePlan, int] = {}
-        self._captured: set[MovePlan] = set()
+        self._rows: dict[Hashable, int] = {}
+        self._captured: set[Hashable] = set()
 
-    def find(self, plan: MovePlan) -> torch.Tensor:
+    def find(self, key: Hashable, words: Callable[[], Sequence[int]]) -> torch.Tensor:
+        """The row of ``key``, filled with ``words()`` if it is new."""
         capturing = self._on_gpu and torch.cuda.is_current_stream_capturing()
-        row = self._rows.get(plan)
+        row = self._rows.get(key)
         if row is None:
             if capturing:
                 raise ValueError("these per-rank sizes are new: make the call once before capturing it in a CUDA graph")
-            row = self._rows[plan] = self._upload(plan)
+            row = self._rows[key] = self._upload(words())
         if capturing:
-            self._captured.add(plan)  # replays read the row for as long as the group lives
+            self._captured.add(key)  # replays read the row for as long as the group lives
         return self._device[row]
 
-    def _upload(self, plan: MovePlan) -> int:
+    def _upload(self, words: Sequence[int]) -> int:
         if not self._free:
             self._make_room()
         row = self._free.pop()
-        self._host[row] = torch.tensor(plan.table, dtype=torch.int64)
+        self._host[row] = torch.tensor(words, dtype=torch.int64)
         if self._on_gpu:
             self._device[row].copy_(self._host[row], non_blocking=True)
         return row
 
     def _make_room(self) -> None:
-        old = [plan for plan in self._rows if plan not in self._captured]
+        old = [key for key in self._rows if key not in self._captured]
         if not old:
             raise ValueError(f"CUDA graphs of this group hold {_NUM_ROWS} different lists of per-rank sizes; close it")
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()  # pinned rows may still be on their way
-        self._free = [self._rows.pop(plan) for plan in old]
+        self._free = [self._rows.pop(key) for key in old]

@@ -7,12 +7,12 @@ nothing to do, before its first collective.
 
 from __future__ import annotations
 
-import threading
 import weakref
 
 import torch
 
 from tileflux.kernels.copy import launch_move
+from tileflux.kernels.loading import lock
 from tileflux.kernels.plan import permute_plan, reduce_plan
 from tileflux.kernels.reduce import ELEMENTS, launch_reduce
 from tileflux.symm.group import Group
@@ -20,8 +20,6 @@ from tileflux.symm.group import Group
 __all__ = ["prepare"]
 
 _prepared: weakref.WeakSet[Group] = weakref.WeakSet()
-# Two virtual ranks that compile the same kernel at once both load a copy, and the second load meets the first's kernel.
-_lock = threading.Lock()
 
 
 def prepare(group: Group) -> None:
@@ -32,7 +30,7 @@ def prepare(group: Group) -> None:
         capturing = torch.cuda.is_current_stream_capturing()
     if capturing:
         raise ValueError("the first collective of a group loads kernels: make one before capturing a CUDA graph")
-    with _lock, torch.cuda.device(group.device):
+    with lock, torch.cuda.device(group.device):
         _launch_all(group)
     _prepared.add(group)
 

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from tileflux.config import GUARD
 
-__all__ = ["GLOBALTIMER", "STORE_RELEASE", "confirm", "poll", "signal", "wait"]
+__all__ = ["GLOBALTIMER", "PROXY_FENCE", "STORE_RELEASE", "arrive", "confirm", "poll", "signal", "tma_fence", "wait"]
 
 # One thread stores; the others pass by. Not an atomic: a flag has one writer, and a peer behind PCIe may not
 # do atomics at all.
@@ -31,6 +31,7 @@ STORE_RELEASE = tl.constexpr(
     "@first st.release.sys.global.s32 [$1], $2; mov.s32 $0, 0; }"
 )
 GLOBALTIMER = tl.constexpr("{ mov.u64 $0, %globaltimer; }")
+PROXY_FENCE = tl.constexpr("{ fence.proxy.async.global; mov.s32 $0, 0; }")
 
 _POLLS_PER_CHECK = tl.constexpr(64)
 _RANK = tl.constexpr(GUARD.rank)
@@ -70,6 +71,28 @@ def wait(flag, wanted, peer, guard, op):
 def poll(flag, wanted):
     """Read ``flag`` with acquire. ``wanted`` is for the simulator, which lets others run until it is reached."""
     return tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def arrive(counter, num_expected):
+    """Publish what this program has stored and count it; 1 for the last of ``num_expected`` to come, else 0.
+
+    The last one has seen what all others published, may publish it in turn, and sets the counter back. For programs
+    of one rank: a counter has many writers, and a peer behind PCIe may not do atomics.
+    """
+    tl.debug_barrier()
+    before = tl.atomic_add(counter, 1, sem="acq_rel", scope="sys")
+    last = before == num_expected - 1
+    if last:
+        # A plain store: whoever counts here next is in a later launch.
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def tma_fence():
+    """After a wait: let TMA loads, which go another way through the memory system, see what was waited for."""
+    tl.inline_asm_elementwise(PROXY_FENCE, "=r,r", [tl.full((), 0, tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -1,5 +1,7 @@
 """Public ops, one per file: docstring with shapes, the function, its fake, its gradient, its reference."""
 
+from tileflux.ops.ag_gemm import ag_gemm as ag_gemm
+from tileflux.ops.ag_gemm import ag_gemm_reference as ag_gemm_reference
 from tileflux.ops.all_gather import all_gather as all_gather
 from tileflux.ops.all_gather import all_gather_reference as all_gather_reference
 from tileflux.ops.all_reduce import all_reduce as all_reduce
@@ -10,10 +12,24 @@ from tileflux.ops.barrier import barrier as barrier
 from tileflux.ops.barrier import barrier_reference as barrier_reference
 from tileflux.ops.broadcast import broadcast as broadcast
 from tileflux.ops.broadcast import broadcast_reference as broadcast_reference
+from tileflux.ops.gemm import gemm as gemm
+from tileflux.ops.gemm import gemm_reference as gemm_reference
+from tileflux.ops.gemm_ar import gemm_ar as gemm_ar
+from tileflux.ops.gemm_ar import gemm_ar_reference as gemm_ar_reference
+from tileflux.ops.gemm_rs import gemm_rs as gemm_rs
+from tileflux.ops.gemm_rs import gemm_rs_reference as gemm_rs_reference
 from tileflux.ops.reduce_scatter import reduce_scatter as reduce_scatter
 from tileflux.ops.reduce_scatter import reduce_scatter_reference as reduce_scatter_reference
 
 __all__ = [
+    "gemm_rs",
+    "gemm_rs_reference",
+    "gemm_ar",
+    "gemm_ar_reference",
+    "gemm",
+    "gemm_reference",
+    "ag_gemm",
+    "ag_gemm_reference",
     "all_gather",
     "all_gather_reference",
     "all_reduce",

@@ -50,30 +50,41 @@ def check_reducible(op: str, tensor: torch.Tensor) -> None:
 
 
 def check_out(
-    op: str, out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor, own_place: int | None = None
+    op: str,
+    out: torch.Tensor | None,
+    shape: tuple[int, ...],
+    like: torch.Tensor,
+    own_place: int | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    others: Sequence[torch.Tensor | None] = (),
 ) -> torch.Tensor:
     """The tensor to fill: ``out`` if it fits, else a new one.
 
     Bytes that ``out`` shares with the input ``like`` must lie ``own_place`` bytes into ``out``, where they belong
-    anyway; anywhere else they would be overwritten before they are sent.
+    anyway; anywhere else they would be overwritten before they are sent. ``dtype`` is that of ``like`` unless given;
+    ``others`` are further inputs.
     """
+    dtype = dtype or like.dtype
     if out is None:
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
-    if (like.requires_grad or out.requires_grad) and torch.is_grad_enabled():
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    inputs = [like, *(other for other in others if other is not None)]
+    if any(tensor.requires_grad for tensor in (out, *inputs)) and torch.is_grad_enabled():
         raise ValueError(
             f"{op}: out= records no gradient, and a tensor here requires one; leave it away, or use no_grad"
         )
     if out.is_conj() or out.is_neg():
         raise ValueError(f"{op}: out is a lazily conjugated or negated view; pass a plain tensor")
-    if tuple(out.shape) != shape or out.dtype != like.dtype or out.device != like.device or not out.is_contiguous():
+    if tuple(out.shape) != shape or out.dtype != dtype or out.device != like.device or not out.is_contiguous():
         raise ValueError(
-            f"{op}: out should be contiguous {shape} {like.dtype} on {like.device}, "
+            f"{op}: out should be contiguous {shape} {dtype} on {like.device}, "
             f"not {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}"
         )
-    begin, end = like.data_ptr(), like.data_ptr() + like.nbytes
-    overlap = like.is_contiguous() and begin < out.data_ptr() + out.nbytes and out.data_ptr() < end
-    if overlap and begin - out.data_ptr() != own_place:
-        raise ValueError(f"{op}: out overlaps the input; give them separate memory")
+    for tensor in inputs:
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        overlap = tensor.is_contiguous() and begin < out.data_ptr() + out.nbytes and out.data_ptr() < end
+        if overlap and (tensor is not like or begin - out.data_ptr() != own_place):
+            raise ValueError(f"{op}: out overlaps the input; give them separate memory")
     torch.autograd.graph.increment_version(out)  # kernels write behind autograd's back
     return out
 

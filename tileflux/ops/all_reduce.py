@@ -24,7 +24,7 @@ from tileflux.ops._call import begin, check_out, check_reducible, check_tensor, 
 from tileflux.ops._library import eager_only, register
 from tileflux.symm.group import Group, group_by_name
 
-__all__ = ["ALGORITHMS", "all_reduce", "all_reduce_reference", "pick_algorithm"]
+__all__ = ["ALGORITHMS", "all_reduce", "all_reduce_reference", "pick_algorithm", "sum_everywhere"]
 
 ALGORITHMS = ("auto", "one_shot", "two_shot")
 _ONE_SHOT_BYTES = 512 * 1024  # one_shot moves (W - 1) * nbytes into each rank; up to here latency costs more
@@ -52,24 +52,28 @@ def _run(x: torch.Tensor, group: Group, algorithm: str, out: torch.Tensor | None
     check_reducible("all_reduce", x)
     out = check_out("all_reduce", out, tuple(x.shape), x, own_place=0)
     begin("all_reduce", group, (tuple(x.shape), x.dtype, algorithm, x.requires_grad))
-    if algorithm == "auto":
-        algorithm = pick_algorithm(x.nbytes, group.world_size)
     with guarded(group):
-        if algorithm == "one_shot":
-            plan = reduce_plan(group.rank, (x.nbytes,) * group.world_size, scatter=False)
-            reduce(group, "all_reduce", dense(x), out, plan)
-        else:
-            _two_shot(group, dense(x), out.view(-1))
+        sum_everywhere(group, "all_reduce", dense(x), out, algorithm)
     return out
 
 
-def _two_shot(group: Group, x: torch.Tensor, out: torch.Tensor) -> None:
+def sum_everywhere(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, algorithm: str) -> None:
+    """The sum itself, for ``op``; ``x`` and ``out`` are contiguous."""
+    if algorithm == "auto":
+        algorithm = pick_algorithm(x.nbytes, group.world_size)
+    if algorithm == "one_shot":
+        reduce(group, op, x, out, reduce_plan(group.rank, (x.nbytes,) * group.world_size, scatter=False))
+    else:
+        _two_shot(group, op, x, out.view(-1))
+
+
+def _two_shot(group: Group, op: str, x: torch.Tensor, out: torch.Tensor) -> None:
     # Shards are cut on 16 bytes, so that every access of every rank can be 16 bytes wide.
     shards = [part(x.nbytes, rank, group.world_size) for rank in range(group.world_size)]
     sizes = tuple(shard.nbytes for shard in shards)
     mine = _elements(out, shards[group.rank])
-    reduce(group, "all_reduce", x, mine, reduce_plan(group.rank, sizes, scatter=True))
-    move(group, "all_reduce", mine, out, gather_plan(group.rank, sizes))
+    reduce(group, op, x, mine, reduce_plan(group.rank, sizes, scatter=True))
+    move(group, op, mine, out, gather_plan(group.rank, sizes))
 
 
 def _elements(flat: torch.Tensor, extent: Extent) -> torch.Tensor:

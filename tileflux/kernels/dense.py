@@ -1,0 +1,235 @@
+"""The dense ops in their strategies: who runs when, over which buffers. No checks; those are in ``ops``.
+
+sequential  the collective, then the library's GEMM (or the other way round)
+pipelined   one library GEMM per chunk, each as soon as its rows are there; or each shard sent as soon as it is done
+fused       one kernel, in which tiles wait and leave by themselves
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from tileflux.config import GemmConfig
+from tileflux.kernels import gemm_host, library, steps
+from tileflux.kernels.copy import move
+from tileflux.kernels.gemm_launch import GATHER, GATHERED, SCATTER, SPREAD, launch_gemm, sms_for
+from tileflux.kernels.launch import on_host
+from tileflux.kernels.loading import load_once
+from tileflux.kernels.operands import Operands, Role
+from tileflux.kernels.plan import gather_plan, reduce_plan
+from tileflux.kernels.reduce import reduce
+from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, spread_shards, turn
+from tileflux.symm.group import Group
+
+__all__ = ["gather_rows", "run_gather", "run_scatter", "run_spread"]
+
+_sides: weakref.WeakKeyDictionary[Group, torch.cuda.Stream] = weakref.WeakKeyDictionary()
+
+
+def run_gather(
+    group: Group,
+    parts: Sequence[Operands],
+    rows: tuple[int, ...],
+    strategy: str,
+    config: GemmConfig,
+    gathered: torch.Tensor | None = None,
+) -> None:
+    """All-gather and multiply: ``parts`` share x and its scales; ``gathered``, if given, gets all ranks' rows."""
+    x, scale_x = parts[0].x, parts[0].scale_x
+    if strategy == "sequential" or group.world_size == 1:
+        _gather_then_multiply(group, parts, rows, config, gathered)
+        return
+    shards = gather_shards("ag_gemm", rows, x.shape[1] * x.element_size(), scale_x is not None, config.num_chunks)
+    here = turn(group, shards)
+    if strategy == "fused" or on_host(group):
+        if strategy == "pipelined":
+            config = _whole_chunks(config)
+        for index, part in enumerate(parts):
+            ends = gathered is None and index == len(parts) - 1
+            _run(part, GATHER if index == 0 else GATHERED, config, group, here, releases=ends)
+        if gathered is not None:
+            _copy_gathered(group, here, x, gathered)
+            _release(group, here)
+    else:
+        _multiply_arriving(group, parts, config, here, gathered)
+
+
+def run_scatter(
+    group: Group, operands: Operands, rows: tuple[int, ...], strategy: str, config: GemmConfig, op: str = "gemm_rs"
+) -> None:
+    """Multiply and reduce-scatter; ``operands.out`` has this rank's rows."""
+    if strategy == "sequential" or group.world_size == 1:
+        mine = _own_part(operands, sum(rows))
+        library.multiply(mine, config)
+        sizes = tuple(count * operands.num_columns * mine.out.element_size() for count in rows)
+        reduce(group, op, mine.out, operands.out, reduce_plan(group.rank, sizes, scatter=True))
+        return
+    if strategy == "pipelined":
+        config = _whole_chunks(config)
+    here = turn(group, scatter_shards("gemm_rs", rows, operands.num_columns, operands.out.element_size(), config))
+    if strategy == "fused" or on_host(group):
+        _run(operands, SCATTER, config, group, here, releases=True)
+    else:
+        _push_finished(group, operands, config, here)
+
+
+def run_spread(group: Group, operands: Operands, config: GemmConfig) -> None:
+    """Multiply and all-reduce in one step, each rank sending everything to everyone."""
+    out = operands.out
+    here = turn(
+        group, spread_shards("gemm_ar", group.world_size, len(out), out.shape[1], out.element_size(), config)
+    )
+    _run(operands, SPREAD, config, group, here, releases=True)
+
+
+def gather_rows(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, rows: tuple[int, ...]) -> None:
+    """All-gather through the mailboxes."""
+    row_bytes = out.shape[1:].numel() * x.element_size()
+    move(group, op, x, out, gather_plan(group.rank, tuple(count * row_bytes for count in rows)))
+
+
+def _run(operands: Operands, role: Role, config: GemmConfig, group: Group, here: Turn, *, releases: bool) -> None:
+    if on_host(group):
+        gemm_host.run_gemm(operands, role, config, group=group, turn=here, releases=releases)
+    else:
+        launch_gemm(operands, role, config, group=group, turn=here, releases=releases)
+
+
+def _release(group: Group, here: Turn) -> None:
+    if on_host(group):
+        here.release()
+    else:
+        steps.launch_release(here, group.world_size)
+
+
+def _gather_then_multiply(
+    group: Group, parts: Sequence[Operands], rows: tuple[int, ...], config: GemmConfig, gathered: torch.Tensor | None
+) -> None:
+    x, scale_x = parts[0].x, parts[0].scale_x
+    everything = x
+    if group.world_size > 1:
+        everything = x.new_empty((sum(rows), x.shape[1])) if gathered is None else gathered
+        gather_rows(group, "ag_gemm", x, everything, rows)
+        if scale_x is not None:
+            scales = scale_x.new_empty(sum(rows))
+            gather_rows(group, "ag_gemm", scale_x, scales, rows)
+            scale_x = scales
+    elif gathered is not None:
+        gathered.copy_(x)
+    for part in parts:
+        library.multiply(dataclasses.replace(part, x=everything, scale_x=scale_x), config)
+
+
+def _copy_gathered(group: Group, here: Turn, x: torch.Tensor, gathered: torch.Tensor) -> None:
+    first = here.plan.first_rows[group.rank]
+    buffer = here.gathered(x.dtype, x.shape[1])
+    gathered[:first].copy_(buffer[:first])
+    gathered[first : first + len(x)].copy_(x)
+    gathered[first + len(x) :].copy_(buffer[first + len(x) :])
+
+
+def _multiply_arriving(
+    group: Group, parts: Sequence[Operands], config: GemmConfig, here: Turn, gathered: torch.Tensor | None
+) -> None:
+    plan, rank, world_size = here.plan, group.rank, group.world_size
+    x, scale_x = parts[0].x, parts[0].scale_x
+    _load_steps(group, here, parts, config)
+    with _beside(group, x, *(() if scale_x is None else (scale_x,))):
+        steps.launch_feed(here, x, scale_x, _num_feeders(group, config), world_size)
+    buffer = here.gathered(x.dtype, x.shape[1])
+    for source in ((rank + hop) % world_size for hop in range(world_size)):
+        for chunk in range(plan.num_chunks):
+            rows = plan.chunk(source, chunk)
+            if not rows:
+                continue
+            if source != rank:
+                steps.launch_await(here, source, chunk, world_size)
+            first = plan.first_rows[source]
+            whole = slice(first + rows.start, first + rows.stop)
+            cut = slice(rows.start, rows.stop) if source == rank else whole
+            scales = scale_x
+            if scale_x is not None:
+                scales = (scale_x if source == rank else here.gathered_scales())[cut]
+            arrived = (x if source == rank else buffer)[cut]
+            for part in parts:
+                library.multiply(dataclasses.replace(part, x=arrived, scale_x=scales, out=part.out[whole]), config)
+    if gathered is not None:
+        _copy_gathered(group, here, x, gathered)
+    _join(group)
+    steps.launch_release(here, world_size)
+
+
+def _push_finished(group: Group, operands: Operands, config: GemmConfig, here: Turn) -> None:
+    plan, rank, world_size = here.plan, group.rank, group.world_size
+    mine = _own_part(operands, sum(plan.rows))
+    _load_steps(group, here, [mine], config)
+    for owner in ((rank + 1 + hop) % world_size for hop in range(world_size)):
+        rows = slice(plan.first_rows[owner], plan.first_rows[owner] + plan.rows[owner])
+        scale = mine.scale_x if mine.scale_x is None or mine.scale_x.dim() == 0 else mine.scale_x[rows]
+        part = dataclasses.replace(mine, x=mine.x[rows], scale_x=scale, out=mine.out[rows])
+        library.multiply(part, config)
+        with _beside(group, mine.out):
+            steps.launch_push(here, part.out, owner, _num_feeders(group, config), world_size)
+    _join(group)
+    steps.launch_sum(here, operands.out, max(1, sms_for(group) // 2), world_size)
+
+
+def _own_part(operands: Operands, num_rows: int) -> Operands:
+    """This rank's part of the sum: the same product, of all rows, into memory of its own."""
+    out = operands.out
+    return dataclasses.replace(operands, out=out.new_empty((num_rows, out.shape[1])))
+
+
+def _whole_chunks(config: GemmConfig) -> GemmConfig:
+    """Tiles as large as they go: one announcement per shard, and on the CPU one product."""
+    return dataclasses.replace(config, block_m=1024, block_n=1024)
+
+
+def _num_feeders(group: Group, config: GemmConfig) -> int:
+    return max(1, min(config.num_feeders, sms_for(group) // 2))
+
+
+@contextlib.contextmanager
+def _beside(group: Group, *used: torch.Tensor) -> Iterator[None]:
+    """Launch on the group's side stream, after what the caller's stream holds so far. Nothing to do on the CPU."""
+    if group.device.type != "cuda":
+        yield
+        return
+    side = _sides.get(group)
+    if side is None:
+        # Of high priority: its few programs must get in while the products fill the GPU.
+        side = _sides[group] = torch.cuda.Stream(group.device, priority=-1)
+    side.wait_stream(torch.cuda.current_stream(group.device))
+    for tensor in used:
+        tensor.record_stream(side)
+    with torch.cuda.stream(side):
+        yield
+
+
+def _join(group: Group) -> None:
+    if group.device.type == "cuda":
+        torch.cuda.current_stream(group.device).wait_stream(_sides[group])
+
+
+def _load_steps(group: Group, here: Turn, parts: Sequence[Operands], config: GemmConfig) -> None:
+    """Load what the steps of the pipeline launch, the library's kernels for these shapes included."""
+    first, plan = parts[0], here.plan
+    key = ("steps", group.world_size, first.scale_x is not None, first.out.dtype)
+    load_once(group.device, key, partial(steps.load, here, first.x, first.scale_x, first.out, group.world_size))
+    counts = {len(plan.chunk(rank, chunk)) for rank in range(len(plan.rows)) for chunk in range(plan.num_chunks)}
+    for part in parts:
+        kind = (part.x.dtype, part.num_columns, part.depth, part.k_major, part.bias is None, part.activation)
+        for count in counts:
+            load_once(group.device, ("library", count, *kind), partial(_rehearse, part, count, config))
+
+
+def _rehearse(part: Operands, num_rows: int, config: GemmConfig) -> None:
+    x, out = part.x.new_empty((num_rows, part.depth)), part.out.new_empty((num_rows, part.num_columns))
+    scale_x = part.scale_x if part.scale_x is None or part.scale_x.dim() == 0 else part.scale_x.new_empty(num_rows)
+    library.multiply(dataclasses.replace(part, x=x, out=out, scale_x=scale_x), config)

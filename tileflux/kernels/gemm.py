@@ -1,0 +1,259 @@
+"""The GEMM main loop in Triton: persistent programs, one tile after another, and three policies.
+
+ORDER says which tile comes next (``lang/schedule.py``), WAIT what must have arrived before it, FINISH what happens to
+it (``lang/policy.py``). Every fused op is a choice of these; ``kernels/gemm_host.py`` keeps the contract on the CPU.
+Addresses and sizes are plain numbers that make no variant of the kernel; everything that does is in SPEC.
+"""
+
+import triton
+import triton.language as tl
+
+from tileflux.lang.epilogue import activate, scaled
+from tileflux.lang.remote import typed
+from tileflux.lang.signal import confirm
+from tileflux.lang.turn import CHUNK_ROWS, GUARD, NUM_CHUNKS, OP, RANK, SCALES, data, feed, release, shard, word
+
+__all__ = ["NUMBERS"]
+
+NUMBERS = ("a", "b", "out", "bias", "scale_a", "scale_b", "M", "N", "K", "stride_a", "stride_b", "table_ptr")
+"""Arguments that must not make a variant of the kernel by their value."""
+
+_COPY_BLOCK = tl.constexpr(2048)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _gemm_kernel(
+    a: tl.int64,
+    b: tl.int64,
+    out: tl.int64,
+    bias: tl.int64,
+    scale_a: tl.int64,
+    scale_b: tl.int64,
+    M: tl.int32,
+    N: tl.int32,
+    K: tl.int32,
+    stride_a: tl.int64,
+    stride_b: tl.int64,
+    a_desc,
+    rows_desc,
+    b_desc,
+    table_ptr,
+    ORDER: tl.constexpr,
+    WAIT: tl.constexpr,
+    FINISH: tl.constexpr,
+    SPEC: tl.constexpr,
+):
+    """The first programs feed the peers, if the op has feeders; the others multiply. SPEC is a ``GemmSpec``."""
+    program = tl.program_id(0) - SPEC.num_feeders
+    if SPEC.num_feeders > 0:  # noqa: SIM102 - `and` does not keep the compiler from what follows
+        if program < 0:
+            row_bytes = K.to(tl.int64) * (SPEC.a_type.primitive_bitwidth // 8)
+            feeders = tl.full((), SPEC.num_feeders, tl.int32)
+            scaled_rows: tl.constexpr = SPEC.scale_a == "channel"
+            feed(
+                a, scale_a, row_bytes, table_ptr, tl.program_id(0), feeders, scaled_rows, SPEC.world_size, _COPY_BLOCK
+            )
+    if program >= 0:
+        _multiply_tiles(
+            program, a, b, out, bias, scale_a, scale_b, M, N, K, stride_a, stride_b, a_desc, rows_desc, b_desc,
+            table_ptr, ORDER, WAIT, FINISH, SPEC,
+        )  # fmt: skip
+    if SPEC.releases:
+        release(table_ptr, SPEC.world_size)
+    elif SPEC.has_table:
+        confirm(tl.load(table_ptr + GUARD).to(tl.pointer_type(tl.int64)), word(table_ptr, OP))
+
+
+@triton.jit
+def _multiply_tiles(
+    program, a, b, out, bias, scale_a, scale_b, M, N, K, stride_a, stride_b, a_desc, rows_desc, b_desc, table,
+    ORDER: tl.constexpr, WAIT: tl.constexpr, FINISH: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Every tile of this program, in the order's sequence."""
+    rank, num_chunks, chunk_rows = _cut(M, table, SPEC)
+    num_m = tl.cdiv(chunk_rows, SPEC.block_m)
+    num_n = tl.cdiv(N, SPEC.block_n)
+    num_steps = SPEC.num_turns * SPEC.num_shards * num_chunks * num_m * num_n
+    ready = num_steps * 0 - 1
+    for step in range(program, num_steps, tl.num_programs(0) - SPEC.num_feeders):
+        owner, chunk, m, n, turn = ORDER(step, rank, SPEC.num_shards, num_chunks, num_m, num_n, SPEC.group_m)
+        first_row, num_rows = _shard(owner, M, table, SPEC)
+        row = chunk * chunk_rows + m * SPEC.block_m
+        # No tile goes past its chunk: the rows behind it are another flag's.
+        end = min(num_rows, (chunk + 1) * chunk_rows)
+        if row < end:
+            slab = owner * num_chunks + chunk
+            if slab != ready:
+                WAIT(table, owner, chunk, SPEC)
+                ready = slab
+            column = n * SPEC.block_n
+            buffer, scales, pitch, a_row = _a_rows(
+                a, scale_a, stride_a, K, table, owner, rank, first_row, row, SPEC
+            )
+            if SPEC.use_tma:
+                desc = a_desc
+                if SPEC.gathers:  # noqa: SIM102
+                    if owner != rank:
+                        desc = rows_desc
+            else:
+                desc = a_desc
+            # A tile that is only to be summed multiplies nothing.
+            depth = K * (1 - turn)
+            total, gate = _multiply(
+                buffer, a_row, a_row + end - row, b, column, N, depth, pitch, stride_b, desc, b_desc, SPEC
+            )
+            rows = a_row + tl.arange(0, SPEC.block_m)
+            value = _epilogue(total, gate, rows, a_row + end - row, column, N, scales, scale_b, bias, SPEC)
+            number = (chunk * num_m + m) * num_n + n
+            place = (owner, first_row, row, column, end, N, number, turn)
+            FINISH(value, out, place, table, SPEC)
+
+
+@triton.jit
+def _cut(M, table, SPEC: tl.constexpr):
+    """(rank, chunks a shard is cut into, rows of a chunk)."""
+    rank = M * 0
+    num_chunks = rank + 1
+    chunk_rows = M
+    if SPEC.has_table:
+        rank = word(table, RANK)
+    if SPEC.num_shards > 1:
+        num_chunks = word(table, NUM_CHUNKS)
+        chunk_rows = word(table, CHUNK_ROWS)
+    return rank, num_chunks, chunk_rows
+
+
+@triton.jit
+def _shard(owner, M, table, SPEC: tl.constexpr):
+    """(first row, number of rows) of a shard."""
+    first_row = M * 0
+    num_rows = M
+    if SPEC.num_shards > 1:
+        first_row, num_rows = shard(table, owner, SPEC.world_size)
+    return first_row, num_rows
+
+
+@triton.jit
+def _a_rows(a, scale_a, stride_a, K, table, owner, rank, first_row, row, SPEC: tl.constexpr):
+    """(address, address of the scales, row pitch, row) of a tile's rows: own ones in place, others as they arrived."""
+    a_row = first_row + row
+    if SPEC.gathers:
+        if owner == rank:
+            a_row = row
+        else:
+            buffer = data(table, rank, SPEC.world_size)
+            a = buffer
+            stride_a = K.to(tl.int64)
+            if SPEC.scale_a == "channel":
+                scale_a = buffer + tl.load(table + SCALES)
+    return a, scale_a, stride_a, a_row
+
+
+@triton.jit
+def _multiply(a, a_row, a_end, b, column, N, depth, stride_a, stride_b, a_desc, b_desc, SPEC: tl.constexpr):
+    """The main loop: (sum over k of a and b's tile, the same of the gate's tile or 0)."""
+    BLOCK_M: tl.constexpr = SPEC.block_m
+    BLOCK_N: tl.constexpr = SPEC.block_n
+    total = tl.zeros((BLOCK_M, BLOCK_N), SPEC.accumulator)
+    gate = total
+    if SPEC.use_tma:
+        for k in range(0, depth, SPEC.block_k):
+            left = a_desc.load([a_row, k])
+            if SPEC.is_gated:
+                gate = _dot(left, _b_tile(b_desc, column, k, SPEC), gate, SPEC)
+                total = _dot(left, _b_tile(b_desc, N + column, k, SPEC), total, SPEC)
+            else:
+                total = _dot(left, _b_tile(b_desc, column, k, SPEC), total, SPEC)
+    else:
+        rows = a_row + tl.arange(0, SPEC.block_m)
+        columns = column + tl.arange(0, SPEC.block_n)
+        inner = tl.arange(0, SPEC.block_k)
+        row_mask = (rows < a_end)[:, None]
+        column_mask = (columns < N)[None, :]
+        a_ptrs = _grid(typed(a, SPEC.a_type, SPEC.a_aligned), rows, inner, stride_a, SPEC.a_type, SPEC.a_aligned)
+        b_ptrs = _b_grid(b, columns, inner, stride_b, SPEC)
+        up_ptrs = _b_grid(b, N + columns, inner, stride_b, SPEC)
+        for k in range(0, depth, SPEC.block_k):
+            left = _load(a_ptrs, row_mask, (inner < depth - k)[None, :], SPEC)
+            right = _load(b_ptrs, column_mask, (inner < depth - k)[:, None], SPEC)
+            if SPEC.is_gated:
+                gate = _dot(left, right, gate, SPEC)
+                up = _load(up_ptrs, column_mask, (inner < depth - k)[:, None], SPEC)
+                total = _dot(left, up, total, SPEC)
+                up_ptrs += _b_step(stride_b, SPEC)
+            else:
+                total = _dot(left, right, total, SPEC)
+            a_ptrs += SPEC.block_k
+            b_ptrs += _b_step(stride_b, SPEC)
+    return total, gate
+
+
+@triton.jit
+def _dot(left, right, total, SPEC: tl.constexpr):
+    if SPEC.accumulator == tl.int32:
+        total = tl.dot(left, right, total, out_dtype=tl.int32)
+    elif SPEC.a_type.primitive_bitwidth == 8:
+        total = tl.dot(left, right, total, max_num_imprecise_acc=SPEC.num_coarse)
+    else:
+        total = tl.dot(left, right, total, input_precision=SPEC.precision)
+    return total
+
+
+@triton.jit
+def _b_tile(b_desc, column, k, SPEC: tl.constexpr):
+    if SPEC.k_major:  # noqa: SIM108 - a constexpr picks the branch, not the value
+        tile = b_desc.load([column, k]).T
+    else:
+        tile = b_desc.load([k, column])
+    return tile
+
+
+@triton.jit
+def _b_grid(b, columns, inner, stride_b, SPEC: tl.constexpr):
+    """Pointers to a tile of b, ``[block_k, block_n]``, whichever of its dimensions is contiguous."""
+    base = typed(b, SPEC.b_type, SPEC.b_aligned)
+    if SPEC.k_major:
+        pointers = _grid(base, columns, inner, stride_b, SPEC.b_type, SPEC.b_aligned).T
+    else:
+        pointers = _grid(base, inner, columns, stride_b, SPEC.b_type, SPEC.b_aligned)
+    return pointers
+
+
+@triton.jit
+def _b_step(stride_b, SPEC: tl.constexpr):
+    step = tl.full((), SPEC.block_k, tl.int64)
+    if not SPEC.k_major:
+        step = step * stride_b
+    return step
+
+
+@triton.jit
+def _grid(base, outer, inner, stride, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointers ``base[outer, inner]``."""
+    if ALIGNED:
+        # A multiple of 16 bytes, so that the compiler can tell: else it loads element by element, and not ahead.
+        stride = stride // (128 // TYPE.primitive_bitwidth) * (128 // TYPE.primitive_bitwidth)
+    return base + outer[:, None].to(tl.int64) * stride + inner[None, :]
+
+
+@triton.jit
+def _load(pointers, outer_mask, inner_mask, SPEC: tl.constexpr):
+    if not SPEC.even_k:
+        outer_mask = outer_mask & inner_mask
+    if SPEC.accumulator == tl.int32:
+        tile = tl.load(pointers, mask=outer_mask, other=0)
+    else:
+        tile = tl.load(pointers, mask=outer_mask, other=0.0)  # an integer would not become fp8
+    return tile
+
+
+@triton.jit
+def _epilogue(total, gate, rows, end, column, N, scale_a, scale_b, bias, SPEC: tl.constexpr):
+    columns = column + tl.arange(0, SPEC.block_n)
+    inside = columns < N
+    if SPEC.is_gated:
+        gate = scaled(gate, rows, rows < end, columns, inside, scale_a, scale_b, bias, SPEC)
+        value = scaled(total, rows, rows < end, N + columns, inside, scale_a, scale_b, bias, SPEC)
+    else:
+        value = scaled(total, rows, rows < end, columns, inside, scale_a, scale_b, bias, SPEC)
+    return activate(value, gate, SPEC)

@@ -1,0 +1,281 @@
+"""The GEMM main loop on the CPU, with torch: tile by tile in the same order, over the same buffers and flags.
+
+A CPU world runs the real protocol at torch's speed: waits, slots, epochs and acks are those of ``kernels/gemm.py``;
+only the product of a tile is torch's. Rows travel on the group's copying thread while this one multiplies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from tileflux.config import GemmConfig
+from tileflux.kernels.operands import Operands, Role
+from tileflux.kernels.turns import Turn
+from tileflux.lang.schedule import replay
+from tileflux.symm.base import Copy, FlagWrite
+from tileflux.symm.group import Group
+
+__all__ = ["Tile", "multiply", "run_gemm", "tiles"]
+
+_order = functools.cache(replay)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile to compute: whose rows, which of them, which columns."""
+
+    owner: int
+    chunk: int
+    rows: range
+    """Within the owner's shard."""
+    columns: range
+    number: int
+    turn: int
+
+
+def run_gemm(
+    operands: Operands,
+    role: Role,
+    config: GemmConfig,
+    *,
+    group: Group | None = None,
+    turn: Turn | None = None,
+    releases: bool = False,
+) -> None:
+    """What ``launch_gemm`` queues on a GPU; returns when it is done."""
+    weight = _Weight(operands)
+    if group is None or turn is None:
+        rank, shards = 0, _Shards((operands.out.shape[0],), 1, operands.out.shape[0])
+        policies: _Policies = _Policies(operands)
+    else:
+        plan = turn.plan
+        rank = group.rank
+        rows = plan.rows if role.is_sharded else plan.rows[:1]
+        shards = _Shards(rows, plan.num_chunks, plan.chunk_rows)
+        policies = _POLICIES[role.name](operands, group, turn)
+    sending = policies.feed() if role.feeds else []
+    for tile in tiles(role, config, rank, shards, operands.num_columns):
+        policies.wait(tile)
+        if tile.turn:
+            policies.finish(tile, None)
+        else:
+            x, scale = policies.rows(tile)
+            policies.finish(tile, weight.product(x, scale, tile.columns))
+    for copy in sending:
+        copy.wait()
+    if releases and turn is not None:
+        turn.release()
+
+
+@dataclass(frozen=True)
+class _Shards:
+    rows: tuple[int, ...]
+    num_chunks: int
+    chunk_rows: int
+
+
+def tiles(role: Role, config: GemmConfig, rank: int, shards: _Shards, num_columns: int) -> Iterator[Tile]:
+    """Every tile of a rank, in the order one program would take them."""
+    num_m = -(-shards.chunk_rows // config.block_m)
+    num_n = -(-num_columns // config.block_n)
+    order = _order(role.order)
+    num_shards = len(shards.rows)
+    for step in range(role.num_turns * num_shards * shards.num_chunks * num_m * num_n):
+        owner, chunk, m, n, turn = order(step, rank, num_shards, shards.num_chunks, num_m, num_n, config.group_m)
+        row = chunk * shards.chunk_rows + m * config.block_m
+        end = min(shards.rows[owner], (chunk + 1) * shards.chunk_rows, row + config.block_m)
+        if row < end:
+            columns = range(n * config.block_n, min(num_columns, (n + 1) * config.block_n))
+            yield Tile(owner, chunk, range(row, end), columns, (chunk * num_m + m) * num_n + n, turn)
+
+
+def multiply(operands: Operands) -> None:
+    """The whole product as one tile."""
+    out = operands.out
+    out.copy_(_Weight(operands).product(operands.x, operands.scale_x, range(operands.num_columns)))
+
+
+class _Weight:
+    """The operands that all tiles share, in the type torch multiplies fast and without loss: fp32, or fp64 for int8."""
+
+    def __init__(self, operands: Operands) -> None:
+        self._operands = operands
+        self._type = torch.float64 if operands.x.dtype == torch.int8 else torch.float32
+        self._weight = operands.weight.to(self._type)
+
+    def product(self, x: torch.Tensor, scale: torch.Tensor | None, columns: range) -> torch.Tensor:
+        """A tile in fp32, with scales, bias and activation."""
+        given = self._operands
+        x = x.to(self._type)
+        value = self._part(x, scale, columns)
+        if given.is_gated:
+            up = range(columns.start + given.num_columns, columns.stop + given.num_columns)
+            return functional.silu(value) * self._part(x, scale, up)
+        return _ACTIVATIONS[given.activation](value)
+
+    def _part(self, x: torch.Tensor, scale: torch.Tensor | None, columns: range) -> torch.Tensor:
+        given, cut = self._operands, slice(columns.start, columns.stop)
+        value = (x @ self._weight[cut].t()).float()
+        if scale is not None:
+            value *= scale if scale.dim() == 0 else scale[:, None]
+        if given.scale_weight is not None:
+            value *= given.scale_weight if given.scale_weight.dim() == 0 else given.scale_weight[cut]
+        if given.bias is not None:
+            value += given.bias[cut].float()
+        return value
+
+
+_ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
+    None: lambda value: value,
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+}
+
+
+class _Policies:
+    """What a tile reads, waits for and becomes: of plain ``gemm``, and where an op does not say otherwise."""
+
+    def __init__(self, operands: Operands) -> None:
+        self.operands = operands
+
+    def feed(self) -> list[Copy]:
+        """Start sending; the copies under way."""
+        return []
+
+    def wait(self, tile: Tile) -> None:
+        """Return when the tile may be computed."""
+
+    def rows(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows of x, and their scales."""
+        return self._cut(self.operands.x, self.operands.scale_x, tile.rows)
+
+    def finish(self, tile: Tile, value: torch.Tensor | None) -> None:
+        """Put the tile where it belongs."""
+        self._put(self.operands.out, tile.rows, tile.columns, value)
+
+    def _cut(
+        self, x: torch.Tensor, scale: torch.Tensor | None, rows: range, first: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        cut = slice(first + rows.start, first + rows.stop)
+        return x[cut], scale if scale is None or scale.dim() == 0 else scale[cut]
+
+    def _put(self, out: torch.Tensor, rows: range, columns: range, value: torch.Tensor | None, first: int = 0) -> None:
+        assert value is not None
+        out[first + rows.start : first + rows.stop, columns.start : columns.stop] = value
+
+
+class _Gathered(_Policies):
+    """Own rows in place, the others' where they have arrived."""
+
+    def __init__(self, operands: Operands, group: Group, turn: Turn) -> None:
+        super().__init__(operands)
+        self.group, self.turn, self.rank, self.plan = group, turn, group.rank, turn.plan
+        self._buffer = turn.rows_at(self.rank, operands.x.dtype, operands.depth)
+
+    def rows(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if tile.owner == self.rank:
+            return super().rows(tile)
+        scales = None if self.operands.scale_x is None else self.turn.gathered_scales()
+        return self._cut(self._buffer, scales, tile.rows, self.plan.first_rows[tile.owner])
+
+    def finish(self, tile: Tile, value: torch.Tensor | None) -> None:
+        self._put(self.operands.out, tile.rows, tile.columns, value, self.plan.first_rows[tile.owner])
+
+
+class _Gather(_Gathered):
+    """Send own rows to everyone; a tile waits for the chunk it is in."""
+
+    def feed(self) -> list[Copy]:
+        world_size, x, scale = self.group.world_size, self.operands.x, self.operands.scale_x
+        first = self.plan.first_rows[self.rank]
+        sending = []
+        for hop in range(1, world_size):
+            peer = (self.rank - hop) % world_size
+            self.turn.wait_for_buffer(peer, calls_ago=1)
+            buffer = self.turn.rows_at(peer, x.dtype, self.operands.depth)
+            for chunk in range(self.plan.num_chunks):
+                rows = self.plan.chunk(self.rank, chunk)
+                if rows:
+                    cut, place = slice(rows.start, rows.stop), slice(first + rows.start, first + rows.stop)
+                    if scale is not None:
+                        self.turn.scales_at(peer)[place] = scale[cut]
+                    flag = FlagWrite(self.turn.flag(peer, chunk), self.turn.epoch() + 1)
+                    sending.append(self.group.copy_async(buffer[place], x[cut], signal=flag))
+        return sending
+
+    def wait(self, tile: Tile) -> None:
+        if tile.owner != self.rank:
+            self.turn.wait_for_flag(tile.owner, tile.chunk)
+
+
+class _Scatter(_Policies):
+    """A tile goes to its owner; the owner sums all ranks' when it comes to its own."""
+
+    def __init__(self, operands: Operands, group: Group, turn: Turn) -> None:
+        super().__init__(operands)
+        self.turn, self.rank, self.world_size, self.plan = turn, group.rank, group.world_size, turn.plan
+        self._free: set[int] = set()
+
+    def wait(self, tile: Tile) -> None:
+        self._wait_for_slot(tile.owner)
+
+    def rows(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._cut(self.operands.x, self.operands.scale_x, tile.rows, self.plan.first_rows[tile.owner])
+
+    def finish(self, tile: Tile, value: torch.Tensor | None) -> None:
+        self._put(self._slot(tile.owner, self.rank), tile.rows, tile.columns, value)
+        if tile.owner != self.rank:
+            self.turn.raise_flag(tile.owner, tile.number)
+        else:
+            self._sum(tile)
+
+    def _wait_for_slot(self, peer: int) -> None:
+        if peer != self.rank and peer not in self._free:
+            self.turn.wait_for_buffer(peer, calls_ago=2)
+            self._free.add(peer)
+
+    def _slot(self, owner: int, source: int) -> torch.Tensor:
+        return self.turn.slot(owner, source, self.operands.out.dtype, self.operands.num_columns)
+
+    def _sum(self, tile: Tile) -> None:
+        for hop in range(1, self.world_size):
+            self.turn.wait_for_flag((self.rank - hop) % self.world_size, tile.number)
+        rows, columns = slice(tile.rows.start, tile.rows.stop), slice(tile.columns.start, tile.columns.stop)
+        total = torch.zeros(len(tile.rows), len(tile.columns))
+        for source in range(self.world_size):
+            total += self._slot(self.rank, source)[rows, columns]
+        self.operands.out[rows, columns] = total
+
+
+class _Spread(_Scatter):
+    """First turn: a tile goes to everyone. Second: everyone sums all ranks'."""
+
+    def wait(self, tile: Tile) -> None:
+        for hop in range(1, self.world_size):
+            self._wait_for_slot((self.rank + hop) % self.world_size)
+
+    def rows(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._cut(self.operands.x, self.operands.scale_x, tile.rows)
+
+    def finish(self, tile: Tile, value: torch.Tensor | None) -> None:
+        if tile.turn:
+            self._sum(tile)
+            return
+        for hop in range(self.world_size):
+            peer = (self.rank + 1 + hop) % self.world_size
+            self._put(self._slot(peer, self.rank), tile.rows, tile.columns, value)
+            self.turn.raise_flag(peer, tile.number)
+
+
+_POLICIES: dict[str, Callable[[Operands, Group, Turn], _Policies]] = {
+    "ag_gemm": _Gather,
+    "ag_gemm, rows already here": _Gathered,
+    "gemm_rs": _Scatter,
+    "gemm_ar": _Spread,
+}

@@ -1,0 +1,205 @@
+"""What a GEMM multiplies, as tensors, and as the one object that decides which variant of the kernel runs."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from tileflux.config import GemmConfig
+
+__all__ = ["ELEMENTS", "GemmSpec", "Operands", "Role", "make_spec", "scale_kind"]
+
+ELEMENTS: dict[torch.dtype, tl.dtype] = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+    torch.int8: tl.int8,
+}
+"""What can be multiplied, and what Triton calls it."""
+
+_WIDTH = 16  # bytes of the widest access of a thread, and the unit TMA wants rows and addresses in
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """``out = activation(x @ weight.T * scales + bias)``, all on one device.
+
+    ``x`` is ``[M, K]`` with contiguous rows, ``weight`` ``[N, K]`` with one contiguous dimension, ``out`` contiguous.
+    With "swiglu" the weight is ``[2 N, K]``: gate, then up. Scales are fp32 of one element, or one per row
+    of ``x`` or of ``weight``.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    out: torch.Tensor
+    bias: torch.Tensor | None = None
+    scale_x: torch.Tensor | None = None
+    scale_weight: torch.Tensor | None = None
+    activation: str | None = None
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the weight holds two of everything."""
+        return self.activation == "swiglu"
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the output."""
+        return self.weight.shape[0] // 2 if self.is_gated else self.weight.shape[0]
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.x.shape[1]
+
+    @property
+    def k_major(self) -> bool:
+        """Whether K is the weight's contiguous dimension."""
+        return self.weight.stride(1) == 1 or self.weight.shape[1] == 1
+
+    @property
+    def weight_stride(self) -> int:
+        """Elements from one row of the weight's contiguous dimension to the next."""
+        return self.weight.stride(0) if self.k_major else self.weight.stride(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Role:
+    """The policies that make an op of the main loop, and what the loop must know of them."""
+
+    name: str
+    order: Any
+    wait: Any
+    finish: Any
+    gathers: bool = False
+    """Rows of other ranks are read from where they arrive."""
+    feeds: bool = False
+    is_sharded: bool = True
+    num_turns: int = 1
+
+
+@dataclass(frozen=True, repr=False)
+class GemmSpec:
+    """Everything that makes a variant of the kernel. Read by device code as a constexpr."""
+
+    a_type: tl.dtype
+    b_type: tl.dtype
+    out_type: tl.dtype
+    accumulator: tl.dtype
+    precision: str
+    num_coarse: int
+    """fp8 products that Hopper may add up with 14 bits before the sum goes to fp32."""
+    scale_a: str
+    scale_b: str
+    has_bias: bool
+    bias_type: tl.dtype
+    activation: str
+    is_gated: bool
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_feeders: int
+    world_size: int
+    num_shards: int
+    num_turns: int
+    gathers: bool
+    has_table: bool
+    releases: bool
+    use_tma: bool
+    k_major: bool
+    even_k: bool
+    a_aligned: bool
+    b_aligned: bool
+    out_aligned: bool
+
+    @functools.cached_property
+    def _text(self) -> str:
+        return f"GemmSpec({', '.join(str(getattr(self, field.name)) for field in fields(self))})"
+
+    def __repr__(self) -> str:
+        return self._text  # made once: a launch looks its kernel up by this text
+
+
+def scale_kind(scale: torch.Tensor | None) -> str:
+    """``none``, ``tensor`` (one element for all) or ``channel`` (one per row)."""
+    if scale is None:
+        return "none"
+    return "tensor" if scale.dim() == 0 else "channel"
+
+
+def make_spec(
+    operands: Operands,
+    role: Role,
+    config: GemmConfig,
+    *,
+    world_size: int,
+    num_feeders: int,
+    releases: bool,
+    use_tma: bool,
+) -> GemmSpec:
+    """The variant for these operands. Cached: the hot path looks it up."""
+    x, weight = operands.x, operands.weight
+    row_bytes = operands.depth * x.element_size()
+    return _make_spec(
+        (x.dtype, weight.dtype, operands.out.dtype, None if operands.bias is None else operands.bias.dtype),
+        (scale_kind(operands.scale_x), scale_kind(operands.scale_weight), operands.activation or ""),
+        role,
+        config,
+        (world_size, num_feeders, releases),
+        (
+            _aligned(x, x.stride(0)) and (not role.gathers or row_bytes % _WIDTH == 0),
+            _aligned(weight, operands.weight_stride),
+            _aligned(operands.out, operands.num_columns),
+        ),
+        (use_tma, operands.k_major, operands.depth % config.block_k == 0),
+        "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+    )
+
+
+def _aligned(tensor: torch.Tensor, stride: int) -> bool:
+    return tensor.data_ptr() % _WIDTH == 0 and stride * tensor.element_size() % _WIDTH == 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _make_spec(
+    types: tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype | None],
+    kinds: tuple[str, str, str],
+    role: Role,
+    config: GemmConfig,
+    world: tuple[int, int, bool],
+    aligned: tuple[bool, bool, bool],
+    layout: tuple[bool, bool, bool],
+    precision: str,
+) -> GemmSpec:
+    a_type, b_type, out_type = (ELEMENTS[dtype] for dtype in types[:3])
+    scale_a, scale_b, activation = kinds
+    bias_type = types[3]
+    world_size, num_feeders, releases = world
+    return GemmSpec(
+        a_type, b_type, out_type,
+        accumulator=tl.int32 if types[0] == torch.int8 else tl.float32,
+        precision=precision if types[0] == torch.float32 else "ieee",
+        # bf16 keeps 8 bits of the result, and does not notice 14; fp16 and fp32 would.
+        num_coarse=min(128, config.block_k) if out_type == tl.bfloat16 else 0,
+        scale_a=scale_a, scale_b=scale_b,
+        has_bias=bias_type is not None, bias_type=ELEMENTS[bias_type or torch.float32],
+        activation=activation,
+        is_gated=activation == "swiglu",
+        block_m=config.block_m, block_n=config.block_n, block_k=config.block_k, group_m=config.group_m,
+        num_feeders=num_feeders,
+        world_size=world_size,
+        num_shards=world_size if role.is_sharded else 1,
+        num_turns=role.num_turns,
+        gathers=role.gathers,
+        has_table=world_size > 1,
+        releases=releases,
+        use_tma=layout[0], k_major=layout[1], even_k=layout[2],
+        a_aligned=aligned[0], b_aligned=aligned[1], out_aligned=aligned[2],
+    )  # fmt: skip

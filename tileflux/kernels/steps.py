@@ -1,0 +1,169 @@
+"""The protocol of a fused op in single steps, for the pipelined strategy: send, wait, sum, give back.
+
+Between them the library's GEMM runs, chunk by chunk. Flags and buffers are those of ``lang/turn.py``, so a rank need
+not know which strategy its peers have taken. The host twins are methods of ``kernels/turns.py``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tileflux.kernels.operands import ELEMENTS
+from tileflux.kernels.turns import Turn
+from tileflux.lang.policy import slot, sum_slots
+from tileflux.lang.remote import typed
+from tileflux.lang.signal import confirm, wait
+from tileflux.lang.turn import (
+    GUARD,
+    OP,
+    RANK,
+    SLOT_BYTES,
+    ack_word,
+    counter_word,
+    current_epoch,
+    feed,
+    flag_word,
+    push_run,
+    release,
+    word,
+)
+
+__all__ = ["launch_await", "launch_feed", "launch_push", "launch_release", "launch_sum", "load"]
+
+_BLOCK = 2048
+_NUM_WARPS = 8
+
+
+def launch_feed(turn: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, num_feeders: int, world_size: int) -> None:
+    """Send ``x``, and the scales of its rows, to every peer."""
+    scale = 0 if scale_x is None else scale_x.data_ptr()
+    _feed_kernel[(num_feeders,)](
+        x.data_ptr(), scale, x.shape[1] * x.element_size(), turn.table,
+        SCALED=scale_x is not None, WORLD=world_size, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+    )  # fmt: skip
+
+
+def launch_await(turn: Turn, source: int, chunk: int, world_size: int) -> None:
+    """Let the stream wait for a chunk of ``source``'s rows."""
+    _await_kernel[(1,)](source, chunk, turn.table, WORLD=world_size, num_warps=1)
+
+
+def launch_push(turn: Turn, partial: torch.Tensor, owner: int, num_feeders: int, world_size: int) -> None:
+    """Send a shard of partial sums to its owner."""
+    _push_kernel[(num_feeders,)](
+        partial.data_ptr(), partial.nbytes, owner, turn.table, WORLD=world_size, BLOCK=_BLOCK, num_warps=_NUM_WARPS
+    )
+
+
+def launch_sum(turn: Turn, out: torch.Tensor, num_programs: int, world_size: int) -> None:
+    """Wait for all ranks' partial sums of this rank's shard, and add them up."""
+    aligned = out.data_ptr() % 16 == 0
+    _sum_kernel[(num_programs,)](
+        out.data_ptr(), out.numel(), turn.table,
+        TYPE=ELEMENTS[out.dtype], ALIGNED=aligned, WORLD=world_size, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+    )  # fmt: skip
+
+
+def launch_release(turn: Turn, world_size: int) -> None:
+    """This rank has finished the call."""
+    _release_kernel[(1,)](turn.table, WORLD=world_size, num_warps=1)
+
+
+def load(turn: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor, world_size: int) -> None:
+    """Compile and load all of them, with nothing to do."""
+    launch_feed(turn, x, scale_x, 0, world_size)
+    launch_push(turn, out, 0, 0, world_size)
+    _await_kernel[(0,)](0, 0, turn.table, WORLD=world_size, num_warps=1)
+    _release_kernel[(0,)](turn.table, WORLD=world_size, num_warps=1)
+    for aligned in (False, True):
+        _sum_kernel[(0,)](
+            0, 0, turn.table,
+            TYPE=ELEMENTS[out.dtype], ALIGNED=aligned, WORLD=world_size, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("x", "scale_x", "row_bytes", "table_ptr"))
+def _feed_kernel(
+    x: tl.int64,
+    scale_x: tl.int64,
+    row_bytes: tl.int64,
+    table_ptr,
+    SCALED: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    feed(x, scale_x, row_bytes, table_ptr, tl.program_id(0), tl.num_programs(0), SCALED, WORLD, BLOCK)
+    _confirm(table_ptr)
+
+
+@triton.jit(do_not_specialize=("source", "chunk", "table_ptr"))
+def _await_kernel(source: tl.int32, chunk: tl.int32, table_ptr, WORLD: tl.constexpr):
+    flag = flag_word(table_ptr, word(table_ptr, RANK), source, chunk, WORLD)
+    _wait(flag, current_epoch(table_ptr, WORLD) + 1, source, table_ptr)
+    _confirm(table_ptr)
+
+
+@triton.jit(do_not_specialize=("partial", "nbytes", "owner", "table_ptr"))
+def _push_kernel(
+    partial: tl.int64, nbytes: tl.int64, owner: tl.int32, table_ptr, WORLD: tl.constexpr, BLOCK: tl.constexpr
+):
+    rank = word(table_ptr, RANK)
+    epoch = current_epoch(table_ptr, WORLD)
+    if owner != rank:
+        _wait(ack_word(table_ptr, rank, owner, WORLD), epoch - 1, owner, table_ptr)
+    push_run(
+        slot(table_ptr, owner, rank, epoch, WORLD), partial, nbytes.to(tl.int64),
+        flag_word(table_ptr, owner, rank, 0, WORLD), epoch + 1,
+        counter_word(table_ptr, rank, owner, 0, WORLD), tl.program_id(0), tl.num_programs(0), BLOCK,
+    )  # fmt: skip
+    _confirm(table_ptr)
+
+
+@triton.jit(do_not_specialize=("out", "num_elements", "table_ptr"))
+def _sum_kernel(
+    out: tl.int64,
+    num_elements: tl.int64,
+    table_ptr,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rank = word(table_ptr, RANK)
+    epoch = current_epoch(table_ptr, WORLD)
+    for hop in range(WORLD):
+        source = (rank + hop) % WORLD
+        _wait(flag_word(table_ptr, rank, source, 0, WORLD), epoch + 1, source, table_ptr)
+    first = slot(table_ptr, rank, tl.full((), 0, tl.int32), epoch, WORLD)
+    stride = tl.load(table_ptr + SLOT_BYTES)
+    num_elements = num_elements.to(tl.int64)
+    to = typed(out, TYPE, ALIGNED)
+    num_whole = num_elements // BLOCK * BLOCK
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for block in range(begin, num_whole, step):
+        # Whole blocks carry no mask: a mask of unknown alignment makes every access one element wide.
+        offsets = block // BLOCK * BLOCK + tl.arange(0, BLOCK)
+        total = sum_slots(first, offsets, None, stride, TYPE, ALIGNED, WORLD)
+        tl.store(to + offsets, total.to(TYPE))
+    if tl.program_id(0) == 0:
+        offsets = num_whole + tl.arange(0, BLOCK)
+        mask = offsets < num_elements
+        total = sum_slots(first, offsets, mask, stride, TYPE, False, WORLD)
+        tl.store(typed(out, TYPE, False) + offsets, total.to(TYPE), mask=mask)
+    release(table_ptr, WORLD)
+
+
+@triton.jit(do_not_specialize=("table_ptr",))
+def _release_kernel(table_ptr, WORLD: tl.constexpr):
+    release(table_ptr, WORLD)
+
+
+@triton.jit
+def _confirm(table):
+    confirm(tl.load(table + GUARD).to(tl.pointer_type(tl.int64)), word(table, OP))
+
+
+@triton.jit
+def _wait(flag, wanted, peer, table):
+    wait(flag, wanted, peer, tl.load(table + GUARD).to(tl.pointer_type(tl.int64)), word(table, OP))

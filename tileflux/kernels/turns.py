@@ -1,0 +1,225 @@
+"""Buffers and flags of a fused op: how M rows are cut into shards and chunks, and the regions they go through.
+
+A ``ShardPlan`` says it in numbers, the same on every rank. A ``Turn`` is a plan with its symmetric memory, ready to be
+used by call after call: the device table for kernels, and for the CPU the protocol of ``lang/turn.py`` in
+Python. Layers share one set of regions per op, which grow to the largest plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from tileflux.config import CONTROL, MAX_CHUNKS, TABLE, GemmConfig
+from tileflux.kernels.launch import DeviceTables
+from tileflux.symm.group import Group
+from tileflux.symm.host_signal import HostWords, wrap
+
+__all__ = ["ShardPlan", "Turn", "gather_shards", "scatter_shards", "spread_shards", "turn"]
+
+_ALIGNMENT = 256
+_MAX_TURNS = 1024
+_turns: weakref.WeakKeyDictionary[Group, dict[ShardPlan, Turn]] = weakref.WeakKeyDictionary()
+_tables: weakref.WeakKeyDictionary[Group, DeviceTables] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """How the rows of one call are cut, and what its regions hold."""
+
+    op: str
+    rows: tuple[int, ...]
+    num_chunks: int
+    chunk_rows: int
+    num_flags: int
+    """Flags each source raises in a peer's memory."""
+    data_bytes: int
+    slot_bytes: int = 0
+    scales: int = 0
+
+    @functools.cached_property
+    def first_rows(self) -> tuple[int, ...]:
+        """Row of the whole at which each rank's shard begins."""
+        return tuple(sum(self.rows[:rank]) for rank in range(len(self.rows)))
+
+    def chunk(self, rank: int, index: int) -> range:
+        """Rows, within ``rank``'s shard, of one of its chunks."""
+        return range(min(self.rows[rank], index * self.chunk_rows), min(self.rows[rank], (index + 1) * self.chunk_rows))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@functools.lru_cache(maxsize=4096)
+def gather_shards(op: str, rows: tuple[int, ...], row_bytes: int, scaled: bool, num_chunks: int) -> ShardPlan:
+    """All-gather: a buffer for all rows, a flag per chunk. Ranks may differ in N, so nothing here depends on it."""
+    longest = max(rows)
+    # Cuts are on whole tiles of any size; with one chunk the shard itself is the chunk.
+    chunk_rows = max(1, longest) if num_chunks == 1 else max(256, _round_up(-(-longest // num_chunks), 256))
+    num_chunks = max(1, -(-longest // chunk_rows))
+    scales = _round_up(sum(rows) * row_bytes, _ALIGNMENT)
+    data_bytes = scales + 4 * sum(rows) if scaled else sum(rows) * row_bytes
+    return ShardPlan(op, rows, num_chunks, chunk_rows, MAX_CHUNKS, data_bytes, scales=scales)
+
+
+@functools.lru_cache(maxsize=4096)
+def scatter_shards(op: str, rows: tuple[int, ...], num_columns: int, itemsize: int, config: GemmConfig) -> ShardPlan:
+    """Reduce-scatter: twice a slot per source for the rows one owns, a flag per tile of them."""
+    longest = max(1, *rows)
+    slot_bytes = _round_up(longest * num_columns * itemsize, 16)
+    num_flags = -(-longest // config.block_m) * -(-num_columns // config.block_n)
+    return ShardPlan(op, rows, 1, longest, num_flags, 2 * _round_up(len(rows) * slot_bytes, _ALIGNMENT), slot_bytes)
+
+
+@functools.lru_cache(maxsize=4096)
+def spread_shards(
+    op: str, world_size: int, num_rows: int, num_columns: int, itemsize: int, config: GemmConfig
+) -> ShardPlan:
+    """One-shot all-reduce: twice a slot per source for all rows, a flag per tile."""
+    whole = scatter_shards(op, (num_rows,) * world_size, num_columns, itemsize, config)
+    return dataclasses.replace(whole, chunk_rows=num_rows)
+
+
+def turn(group: Group, plan: ShardPlan) -> Turn:
+    """The plan's memory in this group. Collective when new: all ranks come to the same plans in the same order."""
+    known = _turns.setdefault(group, {})
+    found = known.get(plan)
+    if found is None:
+        if group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                f"{plan.op}: these sizes are new to the group: make the call once before capturing it in a CUDA graph"
+            )
+        if len(known) >= _MAX_TURNS:
+            known.clear()
+        found = known[plan] = Turn(group, plan)
+    return found
+
+
+class Turn:
+    """A plan with its memory."""
+
+    def __init__(self, group: Group, plan: ShardPlan) -> None:
+        self.plan = plan
+        self._group = weakref.ref(group)
+        self._rank, self._world_size = group.rank, group.world_size
+        name = plan.op
+        size = CONTROL.nbytes(group.world_size)
+        self._control = group.region(f"{name}.control", size, describe=_describe_control)
+        flags_bytes = 4 * group.world_size * plan.num_flags
+        describe = functools.partial(_describe_flag, group.world_size)
+        self._flags = group.region(f"{name}.flags", flags_bytes, grow=True, describe=describe)
+        self._data = group.region(f"{name}.data", plan.data_bytes, grow=True)
+        # Of the region, not of the plan: a rank that is a call ahead, with a smaller plan, must not reach into the
+        # half that its peer still reads.
+        self._half_bytes = self._data.nbytes // 2 // _ALIGNMENT * _ALIGNMENT
+
+    @property
+    def table(self) -> torch.Tensor:
+        """The plan as kernels read it."""
+        group = self._group()
+        assert group is not None
+        tables = _tables.get(group)
+        if tables is None:
+            tables = _tables[group] = DeviceTables(group.device, TABLE.num_words(group.world_size))
+        return tables.find((self.plan, self._flags.offset, self._data.offset), self._words)
+
+    def _words(self) -> list[int]:
+        group, plan = self._group(), self.plan
+        assert group is not None
+        ranks = range(self._world_size)
+        words = [0] * TABLE.arrays
+        words[TABLE.guard] = group.guard.table.data_ptr()
+        words[TABLE.op] = group.guard.op_number(plan.op)
+        words[TABLE.rank] = self._rank
+        words[TABLE.num_chunks], words[TABLE.chunk_rows] = plan.num_chunks, plan.chunk_rows
+        words[TABLE.half_bytes], words[TABLE.slot_bytes] = self._half_bytes, plan.slot_bytes
+        words[TABLE.scales] = plan.scales
+        addresses = (region.address(rank) for region in (self._control, self._flags, self._data) for rank in ranks)
+        return [*words, *plan.rows, *plan.first_rows, *addresses]
+
+    def gathered(self, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
+        """This rank's buffer of gathered rows; its own rows are not among them."""
+        return self._data.view(dtype=dtype, shape=(sum(self.plan.rows), num_columns))
+
+    def gathered_scales(self) -> torch.Tensor:
+        """The scales of the gathered rows; one's own are not among them."""
+        return self.scales_at(self._rank)
+
+    # What the CPU does where a GPU's kernels do it (lang/turn.py, lang/policy.py).
+
+    @functools.cached_property
+    def _words_of(self) -> tuple[list[HostWords], list[HostWords]]:
+        ranks = range(self._world_size)
+        return [HostWords(self._control.view(r)) for r in ranks], [HostWords(self._flags.view(r)) for r in ranks]
+
+    def epoch(self) -> int:
+        """Calls of this op that this rank has finished."""
+        return self._words_of[0][self._rank].load(CONTROL.epoch)
+
+    def rows_at(self, owner: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
+        """``owner``'s buffer for gathered rows."""
+        return self._data.view(owner, dtype, (sum(self.plan.rows), num_columns))
+
+    def scales_at(self, owner: int) -> torch.Tensor:
+        """``owner``'s buffer for gathered scales."""
+        begin = self.plan.scales
+        return self._data.view(owner)[begin : begin + 4 * sum(self.plan.rows)].view(torch.float32)
+
+    def slot(self, owner: int, source: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
+        """``source``'s slot at ``owner`` in the half that this call uses."""
+        plan = self.plan
+        begin = (self.epoch() & 1) * self._half_bytes + source * plan.slot_bytes
+        num_rows = max(1, *plan.rows)
+        size = num_rows * num_columns * dtype.itemsize
+        return self._data.view(owner)[begin : begin + size].view(dtype).view(num_rows, num_columns)
+
+    def flag(self, owner: int, index: int) -> torch.Tensor:
+        """The word in ``owner``'s memory by which this rank announces chunk or tile ``index``."""
+        place = self._place(self._rank, index)
+        return self._flags.view(owner, torch.int32)[place : place + 1]
+
+    def raise_flag(self, owner: int, index: int) -> None:
+        """Announce chunk or tile ``index`` to ``owner``."""
+        self._words_of[1][owner].store(self._place(self._rank, index), self.epoch() + 1)
+
+    def wait_for_flag(self, source: int, index: int) -> None:
+        """Wait until ``source`` has announced chunk or tile ``index`` here."""
+        words = self._words_of[1][self._rank]
+        self._wait(words, self._place(source, index), self.epoch() + 1, source)
+
+    def wait_for_buffer(self, peer: int, calls_ago: int) -> None:
+        """Wait until ``peer`` has finished the call so many before this one."""
+        wanted = wrap(self.epoch() + 1 - calls_ago)
+        self._wait(self._words_of[0][self._rank], CONTROL.ack + peer, wanted, peer)
+
+    def release(self) -> None:
+        """This rank has finished the call."""
+        control, finished = self._words_of[0], wrap(self.epoch() + 1)
+        for peer in range(self._world_size):
+            if peer != self._rank:
+                control[peer].store(CONTROL.ack + self._rank, finished)
+        control[self._rank].store(CONTROL.epoch, finished)
+
+    def _place(self, source: int, index: int) -> int:
+        # By source first: a rank that is a call ahead, with another plan, must not raise another one's flag.
+        return index * self._world_size + source
+
+    def _wait(self, words: HostWords, index: int, wanted: int, peer: int) -> None:
+        group = self._group()
+        assert group is not None
+        group.guard.wait(words, index, wrap(wanted), peer, self.plan.op)
+
+
+def _describe_control(offset: int) -> str:
+    index = offset // 4
+    return {CONTROL.epoch: "epoch", CONTROL.done: "done"}.get(index, f"ack[rank {index - CONTROL.ack}]")
+
+
+def _describe_flag(world_size: int, offset: int) -> str:
+    index, source = divmod(offset // 4, world_size)
+    return f"{index} of rank {source}"

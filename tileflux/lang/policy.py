@@ -1,0 +1,172 @@
+"""What a tile waits for, and what happens to a finished one: the policies that turn one GEMM main loop into every op.
+
+A *wait* is called before the first tile of a chunk. A *finish* gets the finished tile, in fp32, and where it lies.
+Both take the plan ``table`` of their op (``lang/turn.py``); plain ``gemm`` has none.
+"""
+
+import triton
+import triton.language as tl
+
+from tileflux.lang.remote import typed
+from tileflux.lang.signal import signal, tma_fence, wait
+from tileflux.lang.turn import (
+    GUARD,
+    HALF_BYTES,
+    OP,
+    RANK,
+    SLOT_BYTES,
+    ack_word,
+    current_epoch,
+    data,
+    flag_word,
+    word,
+)
+
+__all__ = [
+    "scatter_tile",
+    "slot",
+    "spread_tile",
+    "store_tile",
+    "sum_slots",
+    "wait_for_nothing",
+    "wait_for_rows",
+    "wait_for_slot",
+    "wait_for_slots",
+]
+
+
+@triton.jit
+def wait_for_nothing(table, owner, chunk, SPEC: tl.constexpr):
+    """Everything is there."""
+
+
+@triton.jit
+def wait_for_rows(table, owner, chunk, SPEC: tl.constexpr):
+    """The chunk's rows have arrived from their owner."""
+    rank = word(table, RANK)
+    if owner != rank:
+        flag = flag_word(table, rank, owner, chunk, SPEC.world_size)
+        _wait(flag, current_epoch(table, SPEC.world_size) + 1, owner, table, SPEC)
+
+
+@triton.jit
+def wait_for_slot(table, owner, chunk, SPEC: tl.constexpr):
+    """The half of the owner's buffer that this call uses has been read: there, the call before the last is over."""
+    rank = word(table, RANK)
+    if owner != rank:
+        wanted = current_epoch(table, SPEC.world_size) - 1
+        _wait(ack_word(table, rank, owner, SPEC.world_size), wanted, owner, table, SPEC)
+
+
+@triton.jit
+def wait_for_slots(table, owner, chunk, SPEC: tl.constexpr):
+    """As ``wait_for_slot``, for every peer."""
+    rank = word(table, RANK)
+    for hop in range(1, SPEC.world_size):
+        wait_for_slot(table, (rank + hop) % SPEC.world_size, chunk, SPEC)
+
+
+@triton.jit
+def store_tile(value, out, place, table, SPEC: tl.constexpr):
+    """Into the output. ``place`` is (owner, first row of its shard, row, column, end of the rows, N, number, turn)."""
+    _store(value, out, place[1] + place[2], place[3], place[1] + place[4], place[5], SPEC)
+
+
+@triton.jit
+def scatter_tile(value, out, place, table, SPEC: tl.constexpr):
+    """Into my slot at the tile's owner, with a flag; one's own tile, the last to come, is summed with all peers'."""
+    rank = word(table, RANK)
+    epoch = current_epoch(table, SPEC.world_size)
+    owner, _, row, column, num_rows, N, number, _ = place
+    _store(value, slot(table, owner, rank, epoch, SPEC.world_size), row, column, num_rows, N, SPEC)
+    if owner != rank:
+        signal(flag_word(table, owner, rank, number, SPEC.world_size), epoch + 1)
+    else:
+        for hop in range(1, SPEC.world_size):
+            source = (rank + SPEC.world_size - hop) % SPEC.world_size
+            _wait(flag_word(table, rank, source, number, SPEC.world_size), epoch + 1, source, table, SPEC)
+        # The sum reads this program's own partial back from memory, with other threads than have stored it.
+        tl.debug_barrier()
+        _sum_tile(value.shape, out, place, table, SPEC)
+
+
+@triton.jit
+def spread_tile(value, out, place, table, SPEC: tl.constexpr):
+    """First turn: into my slot on every rank, with a flag. Second turn: wait for everyone's, and sum."""
+    rank = word(table, RANK)
+    epoch = current_epoch(table, SPEC.world_size)
+    _, _, row, column, num_rows, N, number, turn = place
+    if turn == 0:
+        for hop in range(SPEC.world_size):
+            peer = (rank + 1 + hop) % SPEC.world_size
+            _store(value, slot(table, peer, rank, epoch, SPEC.world_size), row, column, num_rows, N, SPEC)
+            signal(flag_word(table, peer, rank, number, SPEC.world_size), epoch + 1)
+    else:
+        for hop in range(SPEC.world_size):
+            # One's own flag too: another program of this rank may have computed the tile.
+            source = (rank + SPEC.world_size - 1 - hop) % SPEC.world_size
+            _wait(flag_word(table, rank, source, number, SPEC.world_size), epoch + 1, source, table, SPEC)
+        _sum_tile(value.shape, out, place, table, SPEC)
+
+
+@triton.jit
+def sum_slots(
+    first, offsets, mask, stride, TYPE: tl.constexpr, ALIGNED: tl.constexpr, WORLD: tl.constexpr
+):
+    """fp32 sum, from rank 0 on, of what lies at ``offsets`` in each of W slots, ``stride`` bytes apart."""
+    total = tl.zeros(offsets.shape, tl.float32)
+    for source in range(WORLD):
+        source_slot = typed(first + source.to(tl.int64) * stride, TYPE, ALIGNED)
+        total += tl.load(source_slot + offsets, mask=mask).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _sum_tile(SHAPE: tl.constexpr, out, place, table, SPEC: tl.constexpr):
+    """A few rows at a time: the registers of a whole tile are those of its accumulator."""
+    ROWS: tl.constexpr = 16
+    rank = word(table, RANK)
+    _, _, row, column, num_rows, N, _, _ = place
+    pitch = _pitch(N, SPEC)
+    first = slot(table, rank, tl.full((), 0, tl.int32), current_epoch(table, SPEC.world_size), SPEC.world_size)
+    columns = column + tl.arange(0, SHAPE[1])
+    for begin in range(0, SHAPE[0], ROWS):
+        rows = row + begin + tl.arange(0, ROWS)
+        offsets = rows[:, None].to(tl.int64) * pitch + columns[None, :]
+        mask = (rows < num_rows)[:, None] & (columns < pitch)[None, :]
+        stride = tl.load(table + SLOT_BYTES)
+        total = sum_slots(first, offsets, mask, stride, SPEC.out_type, SPEC.out_aligned, SPEC.world_size)
+        tl.store(typed(out, SPEC.out_type, SPEC.out_aligned) + offsets, total.to(SPEC.out_type), mask=mask)
+
+
+@triton.jit
+def slot(table, owner, source, epoch, WORLD: tl.constexpr):
+    """Address of ``source``'s slot at ``owner``, in the half of the buffer that this epoch uses."""
+    half = (epoch & 1).to(tl.int64) * tl.load(table + HALF_BYTES)
+    return data(table, owner, WORLD) + half + source.to(tl.int64) * tl.load(table + SLOT_BYTES)
+
+
+@triton.jit
+def _store(value, to, row, column, num_rows, N, SPEC: tl.constexpr):
+    pitch = _pitch(N, SPEC)
+    # One 64-bit address, and 32-bit offsets from it: an address per element would take twice the accumulator's room.
+    corner = typed(to, SPEC.out_type, SPEC.out_aligned) + (row.to(tl.int64) * pitch + column)
+    rows = tl.arange(0, value.shape[0])
+    columns = tl.arange(0, value.shape[1])
+    mask = (row + rows < num_rows)[:, None] & (column + columns < pitch)[None, :]
+    tl.store(corner + (rows[:, None] * pitch + columns[None, :]), value.to(SPEC.out_type), mask=mask)
+
+
+@triton.jit
+def _pitch(N, SPEC: tl.constexpr):
+    """N; where rows are whole units of 16 bytes, so that the compiler can tell and stores not element by element."""
+    if SPEC.out_aligned:
+        N = N // (128 // SPEC.out_type.primitive_bitwidth) * (128 // SPEC.out_type.primitive_bitwidth)
+    return N
+
+
+@triton.jit
+def _wait(flag, wanted, peer, table, SPEC: tl.constexpr):
+    wait(flag, wanted, peer, tl.load(table + GUARD).to(tl.pointer_type(tl.int64)), word(table, OP))
+    if SPEC.use_tma:
+        tma_fence()

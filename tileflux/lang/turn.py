@@ -1,0 +1,158 @@
+"""How the ranks of a fused op take turns with its buffers: reading its plan, sending rows, and giving back.
+
+A call has a number, its epoch: how many calls of this op the rank has finished before. Who writes and who waits:
+
+    feeder      waits for ack[peer] >= epoch           the peer has finished the call that last used the buffer
+                ...copies its rows into the peer's buffer...
+                sets the peer's flag to epoch + 1      when the last feeder has moved its part of the chunk
+    multiplier  waits for flag >= epoch + 1            before the first tile of a chunk
+    last program of the launch to end
+                sets every peer's ack to epoch + 1, and the epoch
+
+``table`` is the plan (``config.TableLayout``); the words are in ``config.ControlLayout``. Epochs are read from memory,
+so that a CUDA graph counts on. A buffer with two halves is used in turn: epoch n waits for ``ack >= n - 1``.
+"""
+
+import triton
+import triton.language as tl
+
+from tileflux.config import CONTROL, MAX_CHUNKS, TABLE
+from tileflux.lang.remote import copy_run, part
+from tileflux.lang.signal import arrive, confirm, signal, wait
+
+__all__ = [
+    "ack_word",
+    "counter_word",
+    "current_epoch",
+    "data",
+    "entry",
+    "feed",
+    "flag_word",
+    "push_run",
+    "release",
+    "shard",
+    "word",
+]
+
+GUARD = tl.constexpr(TABLE.guard)
+OP = tl.constexpr(TABLE.op)
+RANK = tl.constexpr(TABLE.rank)
+NUM_CHUNKS = tl.constexpr(TABLE.num_chunks)
+CHUNK_ROWS = tl.constexpr(TABLE.chunk_rows)
+HALF_BYTES = tl.constexpr(TABLE.half_bytes)
+SLOT_BYTES = tl.constexpr(TABLE.slot_bytes)
+SCALES = tl.constexpr(TABLE.scales)
+_ARRAYS = tl.constexpr(TABLE.arrays)
+_EPOCH = tl.constexpr(CONTROL.epoch)
+_DONE = tl.constexpr(CONTROL.done)
+_ACK = tl.constexpr(CONTROL.ack)
+_MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
+
+
+@triton.jit
+def word(table, INDEX: tl.constexpr):
+    """A single number of the plan, 32 bits wide."""
+    return tl.load(table + INDEX).to(tl.int32)
+
+
+@triton.jit
+def entry(table, ARRAY: tl.constexpr, rank, WORLD: tl.constexpr):
+    """``rank``'s word of array number ARRAY: 0 rows, 1 first row, 2 control, 3 flags, 4 data."""
+    return tl.load(table + _ARRAYS + ARRAY * WORLD + rank)
+
+
+@triton.jit
+def shard(table, rank, WORLD: tl.constexpr):
+    """(first row, number of rows) that ``rank`` holds of the M rows."""
+    return entry(table, 1, rank, WORLD).to(tl.int32), entry(table, 0, rank, WORLD).to(tl.int32)
+
+
+@triton.jit
+def current_epoch(table, WORLD: tl.constexpr):
+    """Calls of this op that this rank has finished."""
+    return tl.load(_control(table, word(table, RANK), WORLD) + _EPOCH)
+
+
+@triton.jit
+def flag_word(table, owner, source, index, WORLD: tl.constexpr):
+    """The flag number ``index`` that ``source`` raises in ``owner``'s memory."""
+    # A word belongs to one source whatever the plan: a rank that is a call ahead must not raise another one's flag.
+    return entry(table, 3, owner, WORLD).to(tl.pointer_type(tl.int32)) + index * WORLD + source
+
+
+@triton.jit
+def ack_word(table, owner, peer, WORLD: tl.constexpr):
+    """Where ``owner`` is told how many calls ``peer`` has finished."""
+    return _control(table, owner, WORLD) + _ACK + peer
+
+
+@triton.jit
+def data(table, owner, WORLD: tl.constexpr):
+    """Address of ``owner``'s buffer."""
+    return entry(table, 4, owner, WORLD)
+
+
+@triton.jit
+def feed(
+    x, scale_x, row_bytes, table, feeder, num_feeders, SCALED: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Send this rank's rows, and their scales, to every peer, chunk by chunk: one of ``num_feeders`` equal programs.
+
+    The left-hand neighbour comes first, since it multiplies this rank's rows right after its own.
+    """
+    rank = word(table, RANK)
+    epoch = current_epoch(table, WORLD)
+    guard = tl.load(table + GUARD).to(tl.pointer_type(tl.int64))
+    first_row, num_rows = shard(table, rank, WORLD)
+    chunk_rows = word(table, CHUNK_ROWS)
+    for hop in range(1, WORLD):
+        peer = (rank + WORLD - hop) % WORLD
+        wait(ack_word(table, rank, peer, WORLD), epoch, peer, guard, word(table, OP))
+        buffer = data(table, peer, WORLD)
+        for chunk in range(word(table, NUM_CHUNKS)):
+            begin = chunk * chunk_rows
+            count = min(chunk_rows, num_rows - begin)
+            if count > 0:
+                place = (first_row + begin).to(tl.int64)
+                if SCALED:  # noqa: SIM102 - `and` does not keep the compiler from what follows
+                    if feeder == 0:
+                        scales = buffer + tl.load(table + SCALES)
+                        copy_run(scales + place * 4, scale_x + begin.to(tl.int64) * 4, count.to(tl.int64) * 4, BLOCK)
+                push_run(
+                    buffer + place * row_bytes, x + begin.to(tl.int64) * row_bytes, count.to(tl.int64) * row_bytes,
+                    flag_word(table, peer, rank, chunk, WORLD), epoch + 1,
+                    counter_word(table, rank, peer, chunk, WORLD), feeder, num_feeders, BLOCK,
+                )  # fmt: skip
+
+
+@triton.jit
+def push_run(to, source, nbytes, flag, value, counter, feeder, num_feeders, BLOCK: tl.constexpr):
+    """Move this feeder's part of a run, and raise the flag if all others have moved theirs."""
+    begin, length = part(nbytes, feeder, num_feeders)
+    copy_run(to + begin, source + begin, length, BLOCK)
+    if arrive(counter, num_feeders):
+        signal(flag, value)
+
+
+@triton.jit
+def release(table, WORLD: tl.constexpr):
+    """End of a launch that ends a call: its last program tells the peers that this rank has finished."""
+    rank = word(table, RANK)
+    epoch = current_epoch(table, WORLD)
+    confirm(tl.load(table + GUARD).to(tl.pointer_type(tl.int64)), word(table, OP))
+    control = _control(table, rank, WORLD)
+    if arrive(control + _DONE, tl.num_programs(0)):
+        for hop in range(1, WORLD):
+            signal(ack_word(table, (rank + hop) % WORLD, rank, WORLD), epoch + 1)
+        tl.store(control + _EPOCH, epoch + 1)
+
+
+@triton.jit
+def _control(table, owner, WORLD: tl.constexpr):
+    return entry(table, 2, owner, WORLD).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def counter_word(table, rank, peer, chunk, WORLD: tl.constexpr):
+    """Where the feeders of ``rank`` count who has moved its part of a chunk for ``peer``."""
+    return _control(table, rank, WORLD) + _ACK + WORLD + peer * _MAX_CHUNKS + chunk

@@ -1,0 +1,222 @@
+"""What the dense ops share: checking the caller's tensors, and turning them into operands."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from tileflux import device as device_info
+from tileflux.config import GemmConfig, GemmProblem
+from tileflux.kernels.gemm_launch import sms_for
+from tileflux.kernels.operands import ELEMENTS, Operands
+from tileflux.ops._call import check_tensor
+from tileflux.symm.group import Group
+from tileflux.tune.lookup import STRATEGIES, Choice, lookup
+
+__all__ = [
+    "ACTIVATIONS",
+    "FLOATS",
+    "as_scale",
+    "check_dense",
+    "check_strategy",
+    "choose",
+    "config_from",
+    "config_numbers",
+    "make_operands",
+    "out_type",
+    "problem_of",
+    "product",
+    "refuse_gradient",
+    "row_major",
+]
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
+_FP8_CAPABILITY = (8, 9)
+_log = logging.getLogger("tileflux")
+
+
+def check_dense(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale_x: torch.Tensor | float | None,
+    scale_weight: torch.Tensor | float | None,
+    activation: str | None,
+    group: Group | None = None,
+) -> None:
+    """Refuse what no kernel takes, with what would be right."""
+    _check_place(op, x, weight, bias, group)
+    for name, tensor in (("x", x), ("weight", weight)):
+        if tensor.dim() != 2:
+            raise ValueError(f"{op}: {name} should be two-dimensional, not {tuple(tensor.shape)}; flatten the others")
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"{op}: x {tuple(x.shape)} and weight {tuple(weight.shape)} differ in K; weight is [N, K], "
+            "so pass w.t() for one kept as [K, N]"
+        )
+    if 1 not in weight.stride() and weight.numel() > 1:
+        raise ValueError(
+            f"{op}: weight has strides {weight.stride()}; one of its dimensions must be contiguous: "
+            "pass weight.contiguous()"
+        )
+    _check_types(op, x, weight, scale_x is not None or scale_weight is not None)
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation={activation!r} should be None or one of {', '.join(ACTIVATIONS)}")
+    if activation == "swiglu" and weight.shape[0] % 2:
+        raise ValueError(f"{op}: swiglu wants gate and up packed as [2 F, K]; weight has {weight.shape[0]} rows")
+    if bias is not None and (tuple(bias.shape) != (weight.shape[0],) or bias.dtype not in FLOATS):
+        raise ValueError(
+            f"{op}: bias should have shape ({weight.shape[0]},) and type float32, float16 or bfloat16, "
+            f"not {tuple(bias.shape)} {bias.dtype}"
+        )
+    _check_scale(op, "scale_x", scale_x, x)
+    _check_scale(op, "scale_weight", scale_weight, weight)
+
+
+def _check_place(
+    op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group | None
+) -> None:
+    tensors = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for name, tensor in tensors.items():
+        if group is not None:
+            check_tensor(op, name, tensor, group)
+        elif not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{op}: {name} should be a tensor, not {type(tensor).__name__}")
+        elif tensor.layout != torch.strided:
+            raise ValueError(f"{op}: {name} has layout {tensor.layout}; only dense tensors are multiplied")
+        elif tensor.device != x.device:
+            raise ValueError(f"{op}: {name} is on {tensor.device} but x is on {x.device}; move it there")
+
+
+def _check_types(op: str, x: torch.Tensor, weight: torch.Tensor, has_scales: bool) -> None:
+    if x.dtype not in ELEMENTS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ELEMENTS)
+        raise ValueError(f"{op}: x is {x.dtype}; what can be multiplied is {names}")
+    if x.dtype != weight.dtype and not (x.dtype in FP8 and weight.dtype in FP8):
+        raise ValueError(f"{op}: x is {x.dtype} and weight {weight.dtype}; they must be of one type, or both fp8")
+    if has_scales and x.dtype in FLOATS:
+        raise ValueError(f"{op}: scales belong to fp8 and int8; x is {x.dtype}, so multiply it beforehand")
+    if x.dtype in FP8 and x.is_cuda and torch.cuda.get_device_capability(x.device) < _FP8_CAPABILITY:
+        raise ValueError(f"{op}: {x.dtype} needs a GPU of compute capability 8.9 or later; convert to bfloat16")
+
+
+def _check_scale(op: str, name: str, scale: torch.Tensor | float | None, scaled: torch.Tensor) -> None:
+    if not isinstance(scale, torch.Tensor):
+        if scale is not None and not isinstance(scale, (int, float)):
+            raise ValueError(f"{op}: {name} should be a number or a float32 tensor, not {type(scale).__name__}")
+        return
+    fits = scale.dim() == 0 or tuple(scale.shape) == (scaled.shape[0],)
+    if not fits or scale.dtype != torch.float32 or scale.device != scaled.device:
+        raise ValueError(
+            f"{op}: {name} should be float32 on {scaled.device}, a scalar or of shape ({scaled.shape[0]},), "
+            f"not {tuple(scale.shape)} {scale.dtype} on {scale.device}"
+        )
+
+
+def check_strategy(op: str, strategy: str, config: GemmConfig | None) -> None:
+    """Refuse unknown strategies, and configurations of another kind."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"{op}: strategy={strategy!r} is not one of {', '.join(STRATEGIES)}")
+    if config is not None and not isinstance(config, GemmConfig):
+        raise ValueError(f"{op}: config should be a tileflux.GemmConfig, not {type(config).__name__}")
+
+
+def out_type(op: str, x: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
+    """Type of the result: that of x, or bf16 for fp8 and int8, or what is asked for."""
+    if wanted is not None and wanted not in FLOATS:
+        raise ValueError(f"{op}: out_dtype={wanted} should be torch.float32, torch.float16 or torch.bfloat16")
+    return wanted or (x.dtype if x.dtype in FLOATS else torch.bfloat16)
+
+
+def as_scale(scale: torch.Tensor | float | None, like: torch.Tensor) -> torch.Tensor | None:
+    """A scale as a tensor on the device; a number becomes one without a copy from the host."""
+    if scale is None or isinstance(scale, torch.Tensor):
+        return scale
+    return torch.full((), float(scale), dtype=torch.float32, device=like.device)
+
+
+def row_major(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with contiguous rows; its rows may lie apart."""
+    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+
+
+def refuse_gradient(op: str, why: str, *tensors: torch.Tensor | None) -> None:
+    """Refuse a call whose result would silently have no gradient."""
+    if why and torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise ValueError(f"{op}: there is no gradient through {why}; apply it outside the call, or use torch.no_grad()")
+
+
+def choose(problem: GemmProblem, strategy: str, config: GemmConfig | None) -> Choice:
+    """The looked-up choice, with what the caller insists on put in its place."""
+    choice = lookup(problem)
+    if strategy != "auto":
+        choice = dataclasses.replace(choice, strategy=strategy, reason="asked for")
+    elif choice.strategy != "fused" and problem.world_size > 1:
+        _say_once(problem.op, choice.strategy, choice.reason)
+    return choice if config is None else dataclasses.replace(choice, config=config)
+
+
+@functools.cache
+def _say_once(op: str, strategy: str, reason: str) -> None:
+    _log.info("%s runs %s: %s", op, strategy, reason)
+
+
+def problem_of(
+    op: str, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, group: Group | None, gated: bool = False
+) -> GemmProblem:
+    """What is looked up for a call."""
+    on_gpu = device.type == "cuda"
+    return GemmProblem(
+        op, m, n, k,
+        world_size=1 if group is None else group.world_size,
+        dtype=str(dtype).removeprefix("torch."),
+        is_gated=gated,
+        arch=device_info.arch(device) if on_gpu else 0,
+        num_sms=sms_for(group) if on_gpu else 0,
+    )  # fmt: skip
+
+
+def config_numbers(config: GemmConfig | None) -> list[int]:
+    """A configuration as torch's dispatcher takes it; nothing for None."""
+    return [] if config is None else [0 if value is None else value for value in dataclasses.astuple(config)]
+
+
+def config_from(numbers: Sequence[int]) -> GemmConfig | None:
+    """The inverse of ``config_numbers``."""
+    if not numbers:
+        return None
+    *others, num_sms = numbers
+    return dataclasses.replace(GemmConfig(*others), num_sms=num_sms or None)
+
+
+def make_operands(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale_x: torch.Tensor | None,
+    scale_weight: torch.Tensor | None,
+    activation: str | None = None,
+) -> Operands:
+    """Operands as kernels want them: contiguous vectors, nothing that requires a gradient."""
+    return Operands(
+        x.detach(), weight.detach(), out,
+        bias=None if bias is None else bias.detach().contiguous(),
+        scale_x=None if scale_x is None else scale_x.contiguous(),
+        scale_weight=None if scale_weight is None else scale_weight.contiguous(),
+        activation=activation or None,
+    )  # fmt: skip
+
+
+def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``a @ b`` for gradients: torch's, in fp32 on the CPU, where it is quicker and more exact."""
+    if a.is_cuda:
+        return torch.mm(a, b).to(dtype)
+    return torch.mm(a.float(), b.float()).to(dtype)

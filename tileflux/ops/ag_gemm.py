@@ -1,0 +1,222 @@
+"""All-gather + GEMM: every rank's rows times this rank's columns of the weight.
+
+    x       [m_r, K] on rank r          rank r brings m_r rows (all the same, or given by ``sizes``; also none)
+    weight  [N_r, K] on rank r          its columns of the whole weight, and only it reads them; or a sequence of such
+    out     [sum m_r, N_r] on rank r
+
+    out = activation(all_gather(x) @ weight.T * scales + bias)
+
+fused: some programs of the kernel store this rank's rows into every peer's buffer, chunk by chunk, and raise a flag
+there; the others multiply own rows first, then those of the next rank, each tile waiting for its chunk's flag. The last
+program tells the peers that the buffer may be written again. The gradient is ``gemm_rs`` and a product with the
+gathered rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tileflux.config import GemmConfig
+from tileflux.kernels.dense import run_gather
+from tileflux.kernels.library import multiply_tiles
+from tileflux.ops import _dense
+from tileflux.ops._call import begin, check_out, check_sizes, dense, guarded
+from tileflux.ops._library import eager_only, register
+from tileflux.ops.all_gather import all_gather_reference
+from tileflux.ops.gemm import gemm_reference
+from tileflux.symm.group import Group, group_by_name
+
+__all__ = ["ag_gemm", "ag_gemm_reference"]
+
+Tensors = Sequence[torch.Tensor]
+
+
+def ag_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor | Tensors,
+    bias: torch.Tensor | Tensors | None = None,
+    *,
+    group: Group,
+    sizes: Sequence[int] | None = None,
+    activation: str | None = None,
+    scale_x: torch.Tensor | float | None = None,
+    scale_weight: torch.Tensor | float | Sequence[torch.Tensor | float] | None = None,
+    out_dtype: torch.dtype | None = None,
+    strategy: str = "auto",
+    return_gathered: bool = False,
+    config: GemmConfig | None = None,
+    out: torch.Tensor | Tensors | None = None,
+) -> Any:
+    """``activation(all_gather(x) @ weight.T * scales + bias)``.
+
+    A sequence of weights (then ``bias``, ``scale_weight`` and ``out`` are sequences too) shares one gather and gives a
+    tuple. ``sizes``: rows per rank where they differ; every rank passes the same list. ``scale_x`` belongs to this
+    rank's rows and is gathered with them. ``return_gathered=True``: (result, all ranks' rows).
+    """
+    single = isinstance(weight, torch.Tensor)
+    weights = [weight] if isinstance(weight, torch.Tensor) else list(weight)
+    if not weights:
+        raise ValueError("ag_gemm: weight is an empty sequence; give at least one")
+    biases, scales, outs = (
+        _as_list(name, given, len(weights), single)
+        for name, given in (("bias", bias), ("scale_weight", scale_weight), ("out", out))
+    )
+    for index, each in enumerate(weights):
+        pair = (biases[index] if biases else None, scale_x, scales[index] if scales else None)
+        _dense.check_dense("ag_gemm", x, each, *pair, activation, group)
+    _dense.check_strategy("ag_gemm", strategy, config)
+    rows = [x.shape[0]] * group.world_size if sizes is None else list(check_sizes("ag_gemm", "sizes", sizes, group))
+    if rows[group.rank] != x.shape[0]:
+        raise ValueError(f"ag_gemm: x has {x.shape[0]} rows but sizes[{group.rank}] is {rows[group.rank]}")
+    kind = _dense.out_type("ag_gemm", x, out_dtype)
+    _dense.refuse_gradient("ag_gemm", f"activation={activation!r}" if activation else "", x, *weights, *biases)
+    scale_list: list[Any] = [_dense.as_scale(scale, x) for scale in scales]
+    arguments = (
+        x, weights, biases, _dense.as_scale(scale_x, x), scale_list, group.name, rows, activation or "", kind,
+        strategy, return_gathered, _dense.config_numbers(config),
+    )  # fmt: skip
+    results = torch.ops.tileflux.ag_gemm(*arguments) if not outs else _run(*arguments, outs)
+    gathered = results[len(weights) :]
+    values = results[0] if single else tuple(results[: len(weights)])
+    return (values, gathered[0]) if return_gathered else values
+
+
+def _as_list(name: str, given: Any, num_weights: int, single: bool) -> list[Any]:
+    if given is None:
+        return []
+    values = [given] if single else list(given)
+    if len(values) != num_weights or any(value is None for value in values):
+        raise ValueError(f"ag_gemm: {name} should be None or one for each of the {num_weights} weights")
+    return values
+
+
+@eager_only
+def _run(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    scale_x: torch.Tensor | None,
+    scale_weights: list[torch.Tensor],
+    group_name: str,
+    rows: list[int],
+    activation: str,
+    out_dtype: torch.dtype,
+    strategy: str,
+    return_gathered: bool,
+    config: list[int],
+    outs: list[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    group, num_rows, depth = group_by_name(group_name), sum(rows), x.shape[1]
+    widths = [_width(weight, activation) for weight in weights]
+    results = [
+        check_out("ag_gemm", outs[i] if outs else None, (num_rows, n), x, dtype=out_dtype, others=weights)
+        for i, n in enumerate(widths)
+    ]
+    gathered = x.new_empty((num_rows, depth)) if return_gathered else None
+    gated = activation == "swiglu"
+    problem = _dense.problem_of("ag_gemm", num_rows, max(widths), depth, x.dtype, x.device, group, gated)
+    choice = _dense.choose(problem, strategy, _dense.config_from(config))
+    same = (rows, depth, x.dtype, choice.strategy, choice.config.num_chunks, scale_x is None, return_gathered)
+    begin("ag_gemm", group, same)
+    x = dense(x)
+    if depth == 0 or num_rows == 0:
+        x, scale_x = x.new_empty((num_rows, depth)), None
+    elif scale_x is not None and group.world_size > 1:
+        scale_x = scale_x.expand(len(x))  # ranks may differ in it: it travels with the rows
+    parts = [
+        _dense.make_operands(
+            x, weight, result, biases[i] if biases else None, scale_x, scale_weights[i] if scale_weights else None,
+            activation,
+        )
+        for i, (weight, result) in enumerate(zip(weights, results, strict=True))
+    ]  # fmt: skip
+    with guarded(group):
+        if depth == 0 or num_rows == 0:
+            for part in parts:
+                multiply_tiles(part, choice.config)
+        else:
+            run_gather(group, parts, tuple(rows), choice.strategy, choice.config, gathered)
+    return results if gathered is None else [*results, gathered]
+
+
+def _width(weight: torch.Tensor, activation: str) -> int:
+    return weight.shape[0] // 2 if activation == "swiglu" else weight.shape[0]
+
+
+def _fake(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    scale_x: torch.Tensor | None,
+    scale_weights: list[torch.Tensor],
+    group: str,
+    rows: list[int],
+    activation: str,
+    out_dtype: torch.dtype,
+    strategy: str,
+    return_gathered: bool,
+    config: list[int],
+) -> list[torch.Tensor]:
+    results = [x.new_empty((sum(rows), _width(weight, activation)), dtype=out_dtype) for weight in weights]
+    return [*results, x.new_empty((sum(rows), x.shape[1]))] if return_gathered else results
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    x, weights, biases, _, _, ctx.group, ctx.rows, _, _, ctx.strategy, ctx.return_gathered, _ = inputs
+    ctx.save_for_backward(x, *weights)
+    ctx.bias_dtypes = [bias.dtype for bias in biases]
+
+
+def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    typed = [grad.to(x.dtype) for grad in grads[: len(weights)]]
+    grad, weight = (typed[0], weights[0]) if len(weights) == 1 else (torch.cat(typed, dim=1), torch.cat(weights))
+    # All ranks make the same calls, whatever each of them needs.
+    grad_x = torch.ops.tileflux.gemm_rs(
+        grad, weight.t(), None, None, None, ctx.group, ctx.rows, x.dtype, ctx.strategy, []
+    )
+    if ctx.return_gathered:
+        grad_x = grad_x + torch.ops.tileflux.reduce_scatter(grads[-1], ctx.group, ctx.rows)
+    gathered = torch.ops.tileflux.all_gather(x, ctx.group, ctx.rows)
+    grad_weights = [
+        _dense.product(each.t(), gathered, weight.dtype) for each, weight in zip(typed, weights, strict=True)
+    ]
+    grad_biases = [grads[i].float().sum(0).to(dtype) for i, dtype in enumerate(ctx.bias_dtypes)]
+    return grad_x, grad_weights, grad_biases, None, [], *([None] * 7)
+
+
+register(
+    "ag_gemm(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? scale_x, Tensor[] scale_weights, str group, "
+    "SymInt[] rows, str activation, ScalarType out_dtype, str strategy, bool return_gathered, int[] config) "
+    "-> Tensor[]",
+    _run,
+    _fake,
+    _setup_context,
+    _backward,
+)
+
+
+def ag_gemm_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    sizes: Sequence[int] | None = None,
+    activation: str | None = None,
+    scale_x: torch.Tensor | float | None = None,
+    scale_weight: torch.Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The same over ``torch.distributed``: gather the rows and their scales, then multiply."""
+    gathered = all_gather_reference(x, process_group, sizes)
+    if scale_x is not None:
+        scales = torch.as_tensor(scale_x, dtype=torch.float32, device=x.device).expand(len(x)).contiguous()
+        scale_x = all_gather_reference(scales, process_group, sizes)
+    return gemm_reference(
+        gathered, weight, bias, activation=activation, scale_x=scale_x, scale_weight=scale_weight, out_dtype=out_dtype
+    )

@@ -1,0 +1,145 @@
+"""GEMM: the product the fused ops are made of, by itself.
+
+    x       [M, K]
+    weight  [N, K], either dimension contiguous         ("swiglu": [2 F, K], gate then up, and N = F)
+    out     [M, N]
+
+    out = activation(x @ weight.T * scale_x[:, None] * scale_weight[None, :] + bias)
+
+Accumulated in fp32, int8 in int32, rounded once. One rank's work: nobody else writes, nobody waits. The gradient of
+an fp32, fp16 or bf16 product without activation is two products.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tileflux.config import GemmConfig
+from tileflux.kernels.library import multiply_tiles
+from tileflux.ops import _dense
+from tileflux.ops._call import check_out
+from tileflux.ops._library import eager_only, register
+
+__all__ = ["gemm", "gemm_reference"]
+
+
+def gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    scale_x: torch.Tensor | float | None = None,
+    scale_weight: torch.Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
+    config: GemmConfig | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``activation(x @ weight.T * scales + bias)``, by our own main loop.
+
+    ``activation``: relu, gelu, silu, or swiglu over a packed weight. Scales go with fp8 and int8 and are numbers,
+    scalar tensors, or fp32 vectors over rows of ``x`` and of ``weight``.
+    """
+    _dense.check_dense("gemm", x, weight, bias, scale_x, scale_weight, activation)
+    _dense.check_strategy("gemm", "auto", config)
+    kind = _dense.out_type("gemm", x, out_dtype)
+    _dense.refuse_gradient("gemm", f"activation={activation!r}" if activation else "", x, weight, bias)
+    scales = _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x)
+    numbers = _dense.config_numbers(config)
+    if out is None:
+        result: torch.Tensor = torch.ops.tileflux.gemm(x, weight, bias, *scales, activation or "", kind, numbers)
+        return result
+    return _run(x, weight, bias, *scales, activation or "", kind, numbers, out)
+
+
+@eager_only
+def _run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale_x: torch.Tensor | None,
+    scale_weight: torch.Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype,
+    config: list[int],
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    num_columns = weight.shape[0] // 2 if activation == "swiglu" else weight.shape[0]
+    out = check_out("gemm", out, (x.shape[0], num_columns), x, dtype=out_dtype, others=(weight, bias))
+    problem = _dense.problem_of(
+        "gemm", x.shape[0], num_columns, x.shape[1], x.dtype, x.device, None, gated=activation == "swiglu"
+    )
+    choice = _dense.choose(problem, "auto", _dense.config_from(config))
+    x = _dense.row_major(x)
+    with torch.cuda.device(x.device if x.is_cuda else -1):
+        multiply_tiles(_dense.make_operands(x, weight, out, bias, scale_x, scale_weight, activation), choice.config)
+    return out
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale_x: torch.Tensor | None,
+    scale_weight: torch.Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype,
+    config: list[int],
+) -> torch.Tensor:
+    num_columns = weight.shape[0] // 2 if activation == "swiglu" else weight.shape[0]
+    return x.new_empty((x.shape[0], num_columns), dtype=out_dtype)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight, bias, *_ = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    typed = grad.to(x.dtype)
+    grad_x = torch.ops.tileflux.gemm(typed, weight.t(), None, None, None, "", x.dtype, []) if needs_x else None
+    grad_weight = _dense.product(typed.t(), x, weight.dtype) if needs_weight else None
+    grad_bias = grad.float().sum(0).to(ctx.bias_dtype) if needs_bias else None
+    return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+register(
+    "gemm(Tensor x, Tensor weight, Tensor? bias, Tensor? scale_x, Tensor? scale_weight, str activation, "
+    "ScalarType out_dtype, int[] config) -> Tensor",
+    _run,
+    _fake,
+    _setup_context,
+    _backward,
+)
+
+
+def gemm_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    scale_x: torch.Tensor | float | None = None,
+    scale_weight: torch.Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The same in plain torch, in fp32 (int8 exactly, in fp64)."""
+    exact = torch.float64 if x.dtype == torch.int8 else torch.float32
+    value = (x.to(exact) @ weight.to(exact).t()).float()
+    if scale_x is not None:
+        value = value * (scale_x[:, None] if isinstance(scale_x, torch.Tensor) and scale_x.dim() else scale_x)
+    if scale_weight is not None:
+        value = value * scale_weight
+    if bias is not None:
+        value = value + bias.float()
+    if activation == "swiglu":
+        gate, up = value.chunk(2, dim=1)
+        value = torch.nn.functional.silu(gate) * up
+    elif activation is not None:
+        value = getattr(torch.nn.functional, activation)(value)
+    return value.to(_dense.out_type("gemm", x, out_dtype))

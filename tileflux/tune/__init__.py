@@ -1,0 +1,1 @@
+"""Which strategy and which tiles a problem gets."""

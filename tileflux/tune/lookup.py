@@ -1,0 +1,72 @@
+"""``lookup``: from a problem to a strategy and tiles. Pure and cached; launches nothing.
+
+Ranks of one call look up alike: tiles of ``gemm_rs`` and ``gemm_ar`` are announced by number, so their size may depend
+only on what all ranks share (M, N, the world, the types and the GPU); of ``ag_gemm`` that is true of chunks alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from tileflux.config import GemmConfig, GemmProblem
+
+__all__ = ["STRATEGIES", "Choice", "lookup"]
+
+STRATEGIES = ("auto", "sequential", "pipelined", "fused")
+
+_ONE_SHOT_BYTES = 512 * 1024  # what one rank may take in at once before two steps, with fewer bytes, are quicker
+_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What would run, and why."""
+
+    strategy: str
+    algorithm: str
+    """How an all-reduce goes: ``one_shot`` or ``two_shot``; empty for the other ops."""
+    config: GemmConfig
+    reason: str
+
+
+@functools.lru_cache(maxsize=4096)
+def lookup(problem: GemmProblem) -> Choice:
+    """The choice of ``strategy="auto"`` for a problem."""
+    algorithm, strategy, reason = "", *_strategy(problem)
+    if problem.op == "gemm_ar":
+        incoming = problem.m * problem.n * 2 * (problem.world_size - 1)
+        small = incoming <= _ONE_SHOT_BYTES or problem.world_size <= 2
+        algorithm = "one_shot" if small else "two_shot"
+        if small and problem.world_size > 1:
+            strategy = "fused"
+            reason = f"each rank takes in {incoming} bytes of partial sums: one step costs less than two"
+    return Choice(strategy, algorithm, _tiles(problem), reason)
+
+
+def _strategy(problem: GemmProblem) -> tuple[str, str]:
+    if problem.world_size == 1:
+        return "sequential", "one rank has nothing to wait for"
+    if 0 in (problem.m, problem.k) or (problem.n == 0 and problem.op != "ag_gemm"):
+        return "sequential", "there is nothing to multiply"
+    if problem.arch and problem.rows_per_rank < 128:
+        return "sequential", f"{problem.rows_per_rank} rows per rank are less than one tile of 128: nothing to overlap"
+    return "fused", f"{problem.rows_per_rank} rows per rank: tiles can start while other rows are still on their way"
+
+
+def _tiles(problem: GemmProblem) -> GemmConfig:
+    if problem.arch == 0:
+        return GemmConfig(block_m=128, block_n=512, block_k=64)
+    itemsize = _ITEMSIZE[problem.dtype]
+    rows = problem.m if problem.op in ("gemm", "gemm_ar") else problem.rows_per_rank
+    block_m = min(128, max(16, 1 << (max(1, rows) - 1).bit_length()))
+    feeders = max(1, min(16, problem.num_sms // 8))
+    if itemsize == 4:
+        return GemmConfig(min(block_m, 64), 64, 16, num_warps=8, num_stages=3, num_feeders=feeders)
+    block_k = 64 if itemsize == 2 else 128
+    if problem.arch < 90:
+        return GemmConfig(min(block_m, 64) if problem.is_gated else block_m, 128, block_k // 2, num_feeders=feeders)
+    wide = block_m == 128 and not problem.is_gated and problem.n >= 2048
+    if wide and -(-problem.m // 128) * -(-problem.n // 256) >= problem.num_sms:
+        return GemmConfig(128, 256, block_k, num_warps=8, num_stages=3, num_feeders=feeders)
+    return GemmConfig(block_m, 128, block_k, num_warps=8 if block_m == 128 else 4, num_stages=3, num_feeders=feeders)
