@@ -25,11 +25,14 @@ from tileflux.ops import reduce_scatter as reduce_scatter
 from tileflux.symm.base import FlagWrite as FlagWrite
 from tileflux.symm.group import Group as Group
 from tileflux.symm.group import local_groups as local_groups
+from tileflux.tune.explain import Explanation as Explanation
+from tileflux.tune.explain import explain as explain
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CommConfig",
+    "Explanation",
     "FlagWrite",
     "GemmConfig",
     "Group",
@@ -42,6 +45,7 @@ __all__ = [
     "TransportUnavailable",
     "__version__",
     "ag_gemm",
+    "explain",
     "gemm",
     "gemm_ar",
     "gemm_rs",

@@ -35,8 +35,6 @@ GATHERED = Role("ag_gemm, rows already here", arrival_order, wait_for_nothing, s
 SCATTER = Role("gemm_rs", departure_order, wait_for_slot, scatter_tile)
 SPREAD = Role("gemm_ar", twice_order, wait_for_slots, spread_tile, is_sharded=False, num_turns=2)
 
-_INTERPRETED_SMS = 2  # programs of an interpreted launch run one after another: one feeds, one multiplies
-
 
 def launch_gemm(
     operands: Operands,
@@ -101,6 +99,8 @@ def num_programs(
         num_tiles *= -(-num_columns // config.block_n)
     num_sms = config.num_sms or sms_for(group)
     num_feeders = max(1, min(config.num_feeders, num_sms // 2)) if role.feeds and turn is not None else 0
+    if num_sms == 1:
+        return num_feeders, 1  # interpreted programs run one after the other: feeders, then one that multiplies
     return num_feeders, max(1, min(num_sms - num_feeders, num_tiles))
 
 
@@ -110,7 +110,7 @@ def sms_for(group: Group | None) -> int:
         return group.traits.num_sms
     if torch.cuda.is_available():
         return device_info.num_sms(torch.device("cuda", torch.cuda.current_device()))
-    return _INTERPRETED_SMS
+    return 1
 
 
 def _address(tensor: torch.Tensor | None) -> int:

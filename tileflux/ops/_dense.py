@@ -9,9 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tileflux import device as device_info
 from tileflux.config import GemmConfig, GemmProblem
-from tileflux.kernels.gemm_launch import sms_for
 from tileflux.kernels.operands import ELEMENTS, Operands
 from tileflux.ops._call import check_tensor
 from tileflux.symm.group import Group
@@ -28,7 +26,6 @@ __all__ = [
     "config_numbers",
     "make_operands",
     "out_type",
-    "problem_of",
     "product",
     "refuse_gradient",
     "row_major",
@@ -166,21 +163,6 @@ def choose(problem: GemmProblem, strategy: str, config: GemmConfig | None) -> Ch
 @functools.cache
 def _say_once(op: str, strategy: str, reason: str) -> None:
     _log.info("%s runs %s: %s", op, strategy, reason)
-
-
-def problem_of(
-    op: str, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, group: Group | None, gated: bool = False
-) -> GemmProblem:
-    """What is looked up for a call."""
-    on_gpu = device.type == "cuda"
-    return GemmProblem(
-        op, m, n, k,
-        world_size=1 if group is None else group.world_size,
-        dtype=str(dtype).removeprefix("torch."),
-        is_gated=gated,
-        arch=device_info.arch(device) if on_gpu else 0,
-        num_sms=sms_for(group) if on_gpu else 0,
-    )  # fmt: skip
 
 
 def config_numbers(config: GemmConfig | None) -> list[int]:

@@ -29,6 +29,7 @@ from tileflux.ops._library import eager_only, register
 from tileflux.ops.all_gather import all_gather_reference
 from tileflux.ops.gemm import gemm_reference
 from tileflux.symm.group import Group, group_by_name
+from tileflux.tune.lookup import problem_for
 
 __all__ = ["ag_gemm", "ag_gemm_reference"]
 
@@ -118,7 +119,7 @@ def _run(
     ]
     gathered = x.new_empty((num_rows, depth)) if return_gathered else None
     gated = activation == "swiglu"
-    problem = _dense.problem_of("ag_gemm", num_rows, max(widths), depth, x.dtype, x.device, group, gated)
+    problem = problem_for("ag_gemm", num_rows, max(widths), depth, x.dtype, x.device, group, gated)
     choice = _dense.choose(problem, strategy, _dense.config_from(config))
     same = (rows, depth, x.dtype, choice.strategy, choice.config.num_chunks, scale_x is None, return_gathered)
     begin("ag_gemm", group, same)

@@ -21,6 +21,7 @@ from tileflux.kernels.library import multiply_tiles
 from tileflux.ops import _dense
 from tileflux.ops._call import check_out
 from tileflux.ops._library import eager_only, register
+from tileflux.tune.lookup import problem_for
 
 __all__ = ["gemm", "gemm_reference"]
 
@@ -68,7 +69,7 @@ def _run(
 ) -> torch.Tensor:
     num_columns = weight.shape[0] // 2 if activation == "swiglu" else weight.shape[0]
     out = check_out("gemm", out, (x.shape[0], num_columns), x, dtype=out_dtype, others=(weight, bias))
-    problem = _dense.problem_of(
+    problem = problem_for(
         "gemm", x.shape[0], num_columns, x.shape[1], x.dtype, x.device, None, gated=activation == "swiglu"
     )
     choice = _dense.choose(problem, "auto", _dense.config_from(config))

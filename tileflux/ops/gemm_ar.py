@@ -33,7 +33,7 @@ from tileflux.ops._library import eager_only, register
 from tileflux.ops.all_reduce import ALGORITHMS, all_reduce_reference, sum_everywhere
 from tileflux.ops.gemm import gemm_reference
 from tileflux.symm.group import Group, group_by_name
-from tileflux.tune.lookup import Choice
+from tileflux.tune.lookup import Choice, problem_for
 
 __all__ = ["gemm_ar", "gemm_ar_reference"]
 
@@ -88,7 +88,7 @@ def _run(
 ) -> torch.Tensor:
     group, num_rows, num_columns = group_by_name(group_name), x.shape[0], weight.shape[0]
     out = check_out("gemm_ar", out, (num_rows, num_columns), x, dtype=out_dtype, others=(weight, bias))
-    problem = _dense.problem_of("gemm_ar", num_rows, num_columns, x.shape[1], x.dtype, x.device, group)
+    problem = problem_for("gemm_ar", num_rows, num_columns, x.shape[1], x.dtype, x.device, group)
     choice = _dense.choose(problem, strategy, _dense.config_from(config))
     if algorithm != "auto":
         choice = dataclasses.replace(choice, algorithm=algorithm)

@@ -31,6 +31,7 @@ from tileflux.ops._library import eager_only, register
 from tileflux.ops.gemm import gemm_reference
 from tileflux.ops.reduce_scatter import reduce_scatter_reference
 from tileflux.symm.group import Group, group_by_name
+from tileflux.tune.lookup import problem_for
 
 __all__ = ["gemm_rs", "gemm_rs_reference"]
 
@@ -85,7 +86,7 @@ def _run(
 ) -> torch.Tensor:
     group, num_columns = group_by_name(group_name), weight.shape[0]
     out = check_out("gemm_rs", out, (rows[group.rank], num_columns), x, dtype=out_dtype, others=(weight, bias))
-    problem = _dense.problem_of("gemm_rs", sum(rows), num_columns, x.shape[1], x.dtype, x.device, group)
+    problem = problem_for("gemm_rs", sum(rows), num_columns, x.shape[1], x.dtype, x.device, group)
     choice = _dense.choose(problem, strategy, _dense.config_from(config))
     tile = (choice.config.block_m, choice.config.block_n)
     begin("gemm_rs", group, (rows, num_columns, x.dtype, out_dtype, choice.strategy, tile, bias is None))

@@ -9,9 +9,13 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from tileflux.config import GemmConfig, GemmProblem
+import torch
 
-__all__ = ["STRATEGIES", "Choice", "lookup"]
+from tileflux import device as device_info
+from tileflux.config import GemmConfig, GemmProblem
+from tileflux.symm.group import Group
+
+__all__ = ["STRATEGIES", "Choice", "lookup", "problem_for"]
 
 STRATEGIES = ("auto", "sequential", "pipelined", "fused")
 
@@ -42,6 +46,18 @@ def lookup(problem: GemmProblem) -> Choice:
             strategy = "fused"
             reason = f"each rank takes in {incoming} bytes of partial sums: one step costs less than two"
     return Choice(strategy, algorithm, _tiles(problem), reason)
+
+
+def problem_for(
+    op: str, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, group: Group | None, gated: bool = False
+) -> GemmProblem:
+    """What is looked up for a call of ``op``, by ``group`` or by one rank alone."""
+    arch = num_sms = 0
+    if device.type == "cuda":
+        arch = device_info.arch(device)
+        num_sms = device_info.num_sms(device) if group is None else group.traits.num_sms
+    world_size = 1 if group is None else group.world_size
+    return GemmProblem(op, m, n, k, world_size, str(dtype).removeprefix("torch."), gated, arch, num_sms)
 
 
 def _strategy(problem: GemmProblem) -> tuple[str, str]:
