@@ -220,7 +220,8 @@ class GemmProblem:
     """What a strategy and a ``GemmConfig`` are picked for: the same on every rank where ranks must pick alike.
 
     ``m`` is the number of rows of the whole output, ``n`` and ``k`` are what one rank multiplies. ``arch`` is the GPU's
-    compute capability as a number, 90 for 9.0, and 0 on the CPU; ``num_sms`` what a rank may fill of it.
+    compute capability as a number, 90 for 9.0, and 0 on the CPU; ``num_sms`` what a rank may fill of it. ``is_heavy``:
+    the activation needs registers of its own.
     """
 
     op: str
@@ -229,7 +230,7 @@ class GemmProblem:
     k: int
     world_size: int
     dtype: str
-    is_gated: bool = False
+    is_heavy: bool = False
     arch: int = 0
     num_sms: int = 0
 

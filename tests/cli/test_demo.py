@@ -18,17 +18,20 @@ from typer.testing import CliRunner
 
 from tileflux import ops
 from tileflux.cli import _worlds, app
-from tileflux.cli._measure import Outcome, RankReport, measure, references, sizes
+from tileflux.cli._measure import DENSE, Outcome, RankReport, measure, names, references, sizes
 from tileflux.cli._worlds import Place, World, choose, mps_processes, virtual_ranks
 from tileflux.cli.demo import merge
 from tileflux.errors import PeerTimeout, TransportUnavailable
 from tileflux.symm.group import Group
 from tileflux.testing.collectives import COLLECTIVES
+from tileflux.tune.lookup import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
 demo_module = import_module("tileflux.cli.demo")
-NUM_ROWS = 2 * len(COLLECTIVES)
+NAMES = [collective.name for collective in COLLECTIVES] * 2 + [dense.name for dense in DENSE]
+NUM_ROWS = len(NAMES)
 TIME = re.compile(r"\d (us|ms)\b")
+PRODUCT = re.compile(r" \d+ x \d+ x \d+ ")
 
 
 def invoke(*arguments: str) -> Any:
@@ -39,12 +42,15 @@ def rows_of(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.rstrip().endswith(("right", "WRONG"))]
 
 
-def check_output(output: str, checked: str) -> None:
+def check_output(output: str, *, with_torch: bool) -> None:
     rows = rows_of(output)
     assert len(rows) == NUM_ROWS, output
-    for index, row in enumerate(rows):
-        assert row.startswith(COLLECTIVES[index % len(COLLECTIVES)].name)
-        assert TIME.search(row) and "B/s" in row and "iB" in row and f" {checked} " in row
+    for name, row in zip(NAMES, rows, strict=True):
+        multiplies = "gemm" in name
+        checked = ("fp64" if multiplies else "bits") + (", torch" if with_torch else "")
+        assert row.startswith(f"{name}  ") and TIME.search(row) and f" {checked}  " in row
+        assert bool(PRODUCT.search(row)) == multiplies
+        assert ("B/s" in row and "iB" in row) != multiplies
     assert max(len(line) for line in output.splitlines()) <= 80
     assert "\x1b" not in output and "timing" not in output
     assert output.rpartition("\n\n")[2].startswith(f"All {NUM_ROWS} results are right on ")
@@ -56,29 +62,32 @@ def test_as_a_program_in_a_pipe() -> None:
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    check_output(done.stdout, "bits, torch")
+    check_output(done.stdout, with_torch=True)
     assert "4 CPU processes over shared memory" in done.stdout.splitlines()[0]
 
 
 def test_virtual_ranks() -> None:
     result = invoke("--where", "local", "--world", "2")
     assert result.exit_code == 0, result.output
-    check_output(result.output, "bits")
+    check_output(result.output, with_torch=False)
 
 
-def _plant(monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable[[Group, torch.Tensor], None]) -> None:
-    """Have ``spoil`` do as it likes with the result of an op; forked ranks inherit it."""
+def _plant(
+    monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable[[Group, torch.Tensor], None], **when: str
+) -> None:
+    """Have ``spoil`` do as it likes with the result of an op called with options ``when``; forked ranks inherit it."""
     true_op = getattr(ops, name)
 
-    def planted(x: torch.Tensor, *, group: Group, out: torch.Tensor, **options: object) -> torch.Tensor:
-        true_op(x, group=group, out=out, **options)
-        spoil(group, out)
+    def planted(*args: object, group: Group, out: torch.Tensor, **options: object) -> torch.Tensor:
+        true_op(*args, group=group, out=out, **options)
+        if when.items() <= options.items():
+            spoil(group, out)
         return out
 
     monkeypatch.setattr(ops, name, planted)
 
 
-def check_wrong(result: Any, name: str, words: str) -> None:
+def check_wrong(result: Any, name: str | tuple[str, ...], words: str) -> None:
     """Exit status 1; no time for ``name``, which is told apart; times for all others."""
     assert result.exit_code == 1
     rows = rows_of(result.output)
@@ -99,6 +108,19 @@ def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     check_wrong(invoke("--where", "cpu", "--world", "2"), "all_reduce", r"rank 1: 1 of 32768 elements.*at \(3, 5\)")
 
 
+def test_a_wrong_product_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(group: Group, out: torch.Tensor) -> None:
+        if group.rank == 1:
+            out[3, 5] += 1
+
+    _plant(monkeypatch, "ag_gemm", spoil, strategy="sequential")
+    _plant(monkeypatch, "gemm_rs", spoil, strategy="pipelined")
+    _plant(monkeypatch, "gemm_ar", spoil, strategy="fused", algorithm="one_shot")
+    wrong = ("ag_gemm, sequential", "gemm_rs, pipelined", "gemm_ar, fused, one shot")
+    words = r"gemm_rs, pipelined, 256 x 384 x 512: rank 1: .* at \(3, 5\)"
+    check_wrong(invoke("--where", "cpu", "--world", "2"), wrong, words)
+
+
 def test_a_result_that_goes_wrong_while_timed_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
@@ -115,6 +137,12 @@ def test_a_result_unlike_torchs_gets_no_time(monkeypatch: pytest.MonkeyPatch) ->
     true_reference = ops.reduce_scatter_reference
     monkeypatch.setattr(ops, "reduce_scatter_reference", lambda x: -true_reference(x))
     check_wrong(invoke("--where", "cpu", "--world", "2"), "reduce_scatter", "against torch.distributed")
+
+
+def test_a_product_unlike_torchs_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    true_reference = ops.gemm_ar_reference
+    monkeypatch.setattr(ops, "gemm_ar_reference", lambda *args, **kwargs: -true_reference(*args, **kwargs))
+    check_wrong(invoke("--where", "cpu", "--world", "2"), "gemm_ar", "against torch.distributed")
 
 
 def _all_fail(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Any:
@@ -161,8 +189,16 @@ def test_merging_takes_the_slowest_rank_and_the_largest_message() -> None:
         for size, seconds, problem in ((10, 0.3, ""), (30, 0.1, "bad"), (20, 0.2, ""))
     ]
     first, second = merge(reports)
-    assert (first.nbytes, first.seconds, first.problems) == (30, 0.3, ())
+    assert (first.size, first.seconds, first.problems) == (30, 0.3, ())
     assert (second.seconds, second.problems) == (None, ("bad",))
+
+
+def test_every_strategy_is_shown_and_timed_in_the_order_of_the_table() -> None:
+    assert {(dense.op, dense.strategy) for dense in DENSE} == {
+        (op, strategy) for op in ("ag_gemm", "gemm_ar", "gemm_rs") for strategy in STRATEGIES if strategy != "auto"
+    }
+    assert {dense.algorithm for dense in DENSE} == {"", "one_shot", "two_shot"}
+    assert names(sizes(False, 4)) == NAMES == names(sizes(True, 4))
 
 
 def test_every_collective_has_its_reference() -> None:
@@ -268,4 +304,4 @@ def test_what_goes_to_a_fresh_process_can_be_sent() -> None:
 def test_on_a_gpu(where: str) -> None:
     result = invoke("--where", where)
     assert result.exit_code == 0, result.output
-    check_output(result.output, "bits" if where == "local" else "bits, torch")
+    check_output(result.output, with_torch=where != "local")

@@ -1,7 +1,8 @@
-"""``tileflux demo``: every collective on what is here, checked, then timed. What a rank does is in ``_measure.py``."""
+"""``tileflux demo``: every op on what is here, checked, then timed. What a rank does is in ``_measure.py``."""
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from rich.text import Text
 import tileflux
 from tileflux import env
 from tileflux.cli._console import Progress, fail, make_console
-from tileflux.cli._measure import DTYPE, RankReport, measure, sizes
+from tileflux.cli._measure import DTYPE, RankReport, measure, names, sizes
 from tileflux.cli._worlds import Place, World, choose, explain, is_unavailable, run, virtual_ranks
 from tileflux.errors import RankFailed, TilefluxError
 from tileflux.testing.collectives import COLLECTIVES
@@ -31,10 +32,11 @@ _MAX_RANKS = 16
 
 @dataclass(frozen=True)
 class Row:
-    """One collective at one size, over all ranks."""
+    """One collective at one size, or one dense op, over all ranks."""
 
     name: str
-    nbytes: int
+    size: int | tuple[int, int, int]
+    """Bytes of the largest message of a rank; or M, N and K of the whole product."""
     checked: tuple[str, ...]
     problems: tuple[str, ...]
     seconds: float | None
@@ -52,10 +54,11 @@ def demo(
         ),
     ] = Place.AUTO,
 ) -> None:
-    """Run every collective on this machine, check each result bit for bit, and time it.
+    """Run every collective, and every strategy of the dense ops, on this machine; check each result, and time it.
 
-    Results are compared with what all ranks' inputs say they must be and, between processes, with torch.distributed.
-    A wrong result gets no time, and the exit status is 1.
+    Results are compared with what all ranks' inputs say they must be and, between processes, with torch.distributed:
+    collectives bit for bit, products within the rounding of their type. A wrong result gets no time, and the exit
+    status is 1.
 
     \b
     Examples:
@@ -71,7 +74,7 @@ def demo(
     start = time.monotonic()
     chosen, reports = _run(console, chosen, may_fall_back=where is Place.AUTO)
     rows = merge(reports)
-    _show(console, rows)
+    _show(console, rows, chosen.on_gpu)
     wrong = sum(1 for row in rows if row.problems)
     place = f"{chosen.text} ({reports[0].device_name})" if chosen.on_gpu else chosen.text
     if wrong:
@@ -110,7 +113,7 @@ def _run(console: Console, world: World, may_fall_back: bool) -> tuple[World, li
 
 def _run_ranks(console: Console, world: World) -> list[RankReport]:
     chosen = sizes(world.on_gpu, world.size)
-    names = [collective.name for _ in chosen for collective in COLLECTIVES]
+    timed = names(chosen)
     with tempfile.TemporaryDirectory(prefix="tileflux-demo-") as folder:
         ticks = Path(folder, "ticks") if console.is_terminal else None
 
@@ -118,7 +121,7 @@ def _run_ranks(console: Console, world: World) -> list[RankReport]:
             done = ticks.stat().st_size if ticks is not None and ticks.exists() else -1
             if done < 0:
                 return "starting ranks and checking results"
-            return f"timing {done + 1} of {len(names)}: {names[done]}" if done < len(names) else "checking once more"
+            return f"timing {done + 1} of {len(timed)}: {timed[done]}" if done < len(timed) else "checking once more"
 
         with Progress(console, describe):
             return run(world, measure, (chosen, ticks), timeout_s=_TIMEOUT_S)
@@ -130,51 +133,80 @@ def merge(reports: Sequence[RankReport]) -> list[Row]:
     for outcomes in zip(*(report.outcomes for report in reports), strict=True):
         problems = tuple(outcome.problem for outcome in outcomes if outcome.problem)
         seconds = None if problems else max(outcome.seconds for outcome in outcomes)
-        nbytes = max(outcome.nbytes for outcome in outcomes)
-        rows.append(Row(outcomes[0].name, nbytes, outcomes[0].checked, problems, seconds))
+        size = max((outcome.size for outcome in outcomes), key=_as_number)
+        rows.append(Row(outcomes[0].name, size, outcomes[0].checked, problems, seconds))
     return rows
 
 
-def _show(console: Console, rows: Sequence[Row]) -> None:
+def _show(console: Console, rows: Sequence[Row], on_gpu: bool) -> None:
+    moved = [row for row in rows if isinstance(row.size, int)]
+    multiplied = [row for row in rows if not isinstance(row.size, int)]
+    console.print()
+    if moved:
+        table = _table("collective", "message", "time", "rate")
+        for index, row in enumerate(moved):
+            took = row.seconds
+            rate = "" if took is None else _rate_text(_as_number(row.size) / took)
+            table.add_row(row.name, _size_text(row.size), _time_text(took), rate, *_verdict(row))
+            if (index + 1) % len(COLLECTIVES) == 0:
+                table.add_row()
+        console.print(table)
+    if multiplied:
+        table = _table("op", "product", "time")
+        for row in multiplied:
+            table.add_row(row.name, _size_text(row.size), _time_text(row.seconds), *_verdict(row))
+        table.add_row()
+        console.print(table)
+    for row in rows:
+        if row.problems:
+            console.print(f"[red]{row.name}, {_size_text(row.size)}[/]: {escape(row.problems[0])}", soft_wrap=True)
+    _show_legend(console, "torch" in rows[0].checked, on_gpu)
+
+
+def _table(first: str, *numbers: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("collective", no_wrap=True)
-    for heading in ("message", "time", "rate"):
+    table.add_column(first, no_wrap=True)
+    for heading in numbers:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("checked", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
-    for index, row in enumerate(rows):
-        table.add_row(
-            row.name,
-            _bytes_text(row.nbytes),
-            "" if row.seconds is None else _time_text(row.seconds),
-            "" if row.seconds is None else _rate_text(row.nbytes / row.seconds),
-            ", ".join(row.checked),
-            Text("right", "green") if not row.problems else Text("WRONG", "bold red"),
-        )
-        if (index + 1) % len(COLLECTIVES) == 0:
-            table.add_row()
-    console.print()
-    console.print(table)
-    for row in rows:
-        if row.problems:
-            console.print(f"[red]{row.name}, {_bytes_text(row.nbytes)}[/]: {escape(row.problems[0])}", soft_wrap=True)
+    return table
+
+
+def _verdict(row: Row) -> tuple[str, Text]:
+    return ", ".join(row.checked), Text("WRONG", "bold red") if row.problems else Text("right", "green")
+
+
+def _show_legend(console: Console, with_torch: bool, on_gpu: bool) -> None:
     dtype = str(DTYPE).removeprefix("torch.")
-    checks = "bits: every bit as the inputs of all ranks say."
-    if "torch" in rows[0].checked:
-        checks += " torch: the same from torch.distributed."
+    notes = "bits: every bit as the inputs of all ranks say. fp64: as they say in fp64, within rounding."
+    if with_torch:
+        notes += " torch: the same from torch.distributed."
+    if not on_gpu:
+        notes += " Times of CPU ranks do not tell which strategy is quicker on a GPU."
     console.print(
-        f"message: the larger of a rank's input and output, in {dtype}. time: of one call, median of batches, slowest "
-        f"rank. rate: message over time. {checks}",
+        f"message: the larger of a rank's input and output. product: M x N x K of all ranks together. Both in {dtype}. "
+        f"time: of one call, median of batches, slowest rank. rate: message over time. {notes}",
         style="dim", width=min(80, console.width),
     )  # fmt: skip
     console.print()
+
+
+def _as_number(size: int | tuple[int, int, int]) -> int:
+    return size if isinstance(size, int) else math.prod(size)
+
+
+def _size_text(size: int | tuple[int, int, int]) -> str:
+    return _bytes_text(size) if isinstance(size, int) else " x ".join(map(str, size))
 
 
 def _bytes_text(nbytes: int) -> str:
     return f"{_figure(nbytes / 1024)} KiB" if nbytes < 1 << 20 else f"{_figure(nbytes / (1 << 20))} MiB"
 
 
-def _time_text(seconds: float) -> str:
+def _time_text(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
     return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
 
 

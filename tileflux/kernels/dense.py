@@ -139,7 +139,7 @@ def _multiply_arriving(
 ) -> None:
     plan, rank, world_size = here.plan, group.rank, group.world_size
     x, scale_x = parts[0].x, parts[0].scale_x
-    _load_steps(group, here, parts, config)
+    _load_steps(group, here, parts[0])
     with _beside(group, x, *(() if scale_x is None else (scale_x,))):
         steps.launch_feed(here, x, scale_x, _num_feeders(group, config), world_size)
     buffer = here.gathered(x.dtype, x.shape[1])
@@ -168,7 +168,8 @@ def _multiply_arriving(
 def _push_finished(group: Group, operands: Operands, config: GemmConfig, here: Turn) -> None:
     plan, rank, world_size = here.plan, group.rank, group.world_size
     mine = _own_part(operands, sum(plan.rows))
-    _load_steps(group, here, [mine], config)
+    _load_steps(group, here, mine)
+    _load_library(group, here, mine, config)
     for owner in ((rank + 1 + hop) % world_size for hop in range(world_size)):
         rows = slice(plan.first_rows[owner], plan.first_rows[owner] + plan.rows[owner])
         scale = mine.scale_x if mine.scale_x is None or mine.scale_x.dim() == 0 else mine.scale_x[rows]
@@ -217,16 +218,17 @@ def _join(group: Group) -> None:
         torch.cuda.current_stream(group.device).wait_stream(_sides[group])
 
 
-def _load_steps(group: Group, here: Turn, parts: Sequence[Operands], config: GemmConfig) -> None:
-    """Load what the steps of the pipeline launch, the library's kernels for these shapes included."""
-    first, plan = parts[0], here.plan
-    key = ("steps", group.world_size, first.scale_x is not None, first.out.dtype)
-    load_once(group.device, key, partial(steps.load, here, first.x, first.scale_x, first.out, group.world_size))
-    counts = {len(plan.chunk(rank, chunk)) for rank in range(len(plan.rows)) for chunk in range(plan.num_chunks)}
-    for part in parts:
-        kind = (part.x.dtype, part.num_columns, part.depth, part.k_major, part.bias is None, part.activation)
-        for count in counts:
-            load_once(group.device, ("library", count, *kind), partial(_rehearse, part, count, config))
+def _load_steps(group: Group, here: Turn, part: Operands) -> None:
+    """Load the steps of the pipeline. The library's kernels may follow once all rows are on their way."""
+    key = ("steps", group.world_size, part.scale_x is not None, part.out.dtype)
+    load_once(group.device, key, partial(steps.load, here, part.x, part.scale_x, part.out, group.world_size))
+
+
+def _load_library(group: Group, here: Turn, part: Operands, config: GemmConfig) -> None:
+    """Load the library's kernels, where a peer's sum may wait for what is multiplied here."""
+    kind = (part.x.dtype, part.num_columns, part.depth, part.k_major, part.bias is None or not part.adds_bias)
+    for count in set(here.plan.rows):
+        load_once(group.device, ("library", count, *kind), partial(_rehearse, part, count, config))
 
 
 def _rehearse(part: Operands, num_rows: int, config: GemmConfig) -> None:

@@ -165,6 +165,9 @@ def _multiply(a, a_row, a_end, b, column, N, depth, stride_a, stride_b, a_desc, 
             else:
                 total = _dot(left, _b_tile(b_desc, column, k, SPEC), total, SPEC)
     else:
+        if SPEC.k_aligned:
+            # So that the compiler can tell: a mask of unknown alignment makes every load one element wide.
+            depth = depth // (128 // SPEC.a_type.primitive_bitwidth) * (128 // SPEC.a_type.primitive_bitwidth)
         rows = a_row + tl.arange(0, SPEC.block_m)
         columns = column + tl.arange(0, SPEC.block_n)
         inner = tl.arange(0, SPEC.block_k)

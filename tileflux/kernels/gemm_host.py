@@ -125,7 +125,7 @@ class _Weight:
             value *= scale if scale.dim() == 0 else scale[:, None]
         if given.scale_weight is not None:
             value *= given.scale_weight if given.scale_weight.dim() == 0 else given.scale_weight[cut]
-        if given.bias is not None:
+        if given.bias is not None and given.adds_bias:
             value += given.bias[cut].float()
         return value
 

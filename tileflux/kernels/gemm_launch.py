@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -27,7 +26,23 @@ from tileflux.lang.policy import (
 from tileflux.lang.schedule import arrival_order, departure_order, twice_order
 from tileflux.symm.group import Group
 
-__all__ = ["GATHER", "GATHERED", "PLAIN", "SCATTER", "SPREAD", "launch_gemm", "num_programs", "sms_for"]
+__all__ = [
+    "GATHER",
+    "GATHERED",
+    "MAX_REGISTERS",
+    "PLAIN",
+    "SCATTER",
+    "SPREAD",
+    "launch_gemm",
+    "num_programs",
+    "sms_for",
+]
+
+Descriptors = tuple[TensorDescriptor | None, TensorDescriptor | None, TensorDescriptor | None]
+_NONE: Descriptors = (None, None, None)
+
+MAX_REGISTERS = 255
+"""Said to the assembler, which else spills to fit more programs on an SM than shared memory allows."""
 
 PLAIN = Role("gemm", arrival_order, wait_for_nothing, store_tile, is_sharded=False)
 GATHER = Role("ag_gemm", arrival_order, wait_for_rows, store_tile, gathers=True, feeds=True)
@@ -52,39 +67,45 @@ def launch_gemm(
     num_feeders, num_multipliers = num_programs(config, group, role, num_rows, operands.num_columns, turn)
     if use_tma is None:
         use_tma = _has_tma(x.device) and _fits_tma(operands)
+    is_virtual = group is not None and group.stream is not None
     spec = make_spec(
         operands, role, config,
         world_size=1 if turn is None or group is None else group.world_size,
-        num_feeders=num_feeders, releases=releases, use_tma=use_tma,
+        num_feeders=num_feeders, releases=releases, use_tma=use_tma, plain=is_virtual,
     )  # fmt: skip
-    descriptors = _descriptors(operands, config, turn if role.gathers else None) if use_tma else (None, None, None)
+    descriptors = _descriptors(operands, config, turn if role.gathers else None) if use_tma else _NONE
     table = _no_table(x.device) if turn is None else turn.table
 
-    def launch(grid: int, spec: GemmSpec) -> None:
+    def launch(grid: int, spec: GemmSpec, descriptors: Descriptors) -> None:
+        bias = _address(operands.bias) if operands.adds_bias else 0
         _gemm_kernel[(grid,)](
             x.data_ptr(), weight.data_ptr(), out.data_ptr(),
-            _address(operands.bias), _address(operands.scale_x), _address(operands.scale_weight),
+            bias, _address(operands.scale_x), _address(operands.scale_weight),
             num_rows, operands.num_columns, operands.depth, x.stride(0), operands.weight_stride,
             *descriptors, table,
             ORDER=role.order, WAIT=role.wait, FINISH=role.finish, SPEC=spec,
-            num_warps=config.num_warps, num_stages=config.num_stages,
+            num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
 
-    # Virtual ranks whose outputs differ in width need different variants of the stores, and all must be loaded
-    # before the first of them waits.
-    variants = (spec,) if group is None or group.stream is None else _store_variants(spec)
-    load_once(x.device, (role.name, spec, config), lambda: _each(launch, variants))
-    launch(num_feeders + num_multipliers, spec)
+    def load() -> None:
+        launch(0, spec, descriptors)
+        if is_virtual:
+            # Ranks may differ in what is aligned, and all that they need must be there before the first of them waits.
+            for variant in _family(operands, role, config, spec):
+                launch(0, variant, _blank_descriptors(operands, config, role) if variant.use_tma else _NONE)
+
+    load_once(x.device, (role.name, spec, config), load)
+    launch(num_feeders + num_multipliers, spec, descriptors)
 
 
-def _each(launch: Callable[[int, GemmSpec], None], variants: Sequence[GemmSpec]) -> None:
-    for variant in variants:
-        launch(0, variant)
-
-
-@functools.cache
-def _store_variants(spec: GemmSpec) -> tuple[GemmSpec, ...]:
-    return tuple(dataclasses.replace(spec, out_aligned=aligned) for aligned in (True, False))
+def _family(operands: Operands, role: Role, config: GemmConfig, spec: GemmSpec) -> list[GemmSpec]:
+    """The variants that virtual ranks choose from: without TMA, and with, for rows of the result aligned or not."""
+    make = functools.partial(
+        make_spec, operands, role, config,
+        world_size=spec.world_size, num_feeders=spec.num_feeders, releases=spec.releases, plain=True,
+    )  # fmt: skip
+    with_tma = [dataclasses.replace(make(use_tma=True), out_aligned=aligned) for aligned in (True, False)]
+    return [make(use_tma=False), *(with_tma if _has_tma(operands.x.device) else [])]
 
 
 def num_programs(
@@ -138,7 +159,16 @@ def _fits_tma(operands: Operands) -> bool:
     )
 
 
-def _descriptors(operands: Operands, config: GemmConfig, turn: Turn | None) -> tuple[TensorDescriptor | None, ...]:
+def _blank_descriptors(operands: Operands, config: GemmConfig, role: Role) -> Descriptors:
+    """For a launch with nothing to do: of the right types."""
+    a = operands.x.new_empty((config.block_m, config.block_k))
+    shape = (config.block_n, config.block_k) if operands.k_major else (config.block_k, config.block_n)
+    a_descriptor = TensorDescriptor.from_tensor(a, list(a.shape))
+    b_descriptor = TensorDescriptor.from_tensor(operands.weight.new_empty(shape), list(shape))
+    return a_descriptor, a_descriptor if role.gathers else None, b_descriptor
+
+
+def _descriptors(operands: Operands, config: GemmConfig, turn: Turn | None) -> Descriptors:
     x, weight = operands.x, operands.weight
     a_block = [config.block_m, config.block_k]
     a = TensorDescriptor(x, list(x.shape), [x.stride(0), 1], a_block)

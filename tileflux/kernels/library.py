@@ -50,7 +50,7 @@ def multiply_tiles(operands: Operands, config: GemmConfig) -> None:
 def _multiply_with_torch(operands: Operands) -> None:
     x, weight, out = operands.x, operands.weight.t(), operands.out
     whole = torch.empty((len(x), weight.shape[1]), dtype=out.dtype, device=out.device) if operands.is_gated else out
-    if operands.bias is None:
+    if operands.bias is None or not operands.adds_bias:
         torch.mm(x, weight, out=whole)
     else:
         torch.addmm(operands.bias, x, weight, out=whole)

@@ -42,6 +42,8 @@ class Operands:
     scale_x: torch.Tensor | None = None
     scale_weight: torch.Tensor | None = None
     activation: str | None = None
+    adds_bias: bool = True
+    """Whether the bias is added here; where ranks sum their products, one of them adds it."""
 
     @property
     def is_gated(self) -> bool:
@@ -115,6 +117,7 @@ class GemmSpec:
     use_tma: bool
     k_major: bool
     even_k: bool
+    k_aligned: bool
     a_aligned: bool
     b_aligned: bool
     out_aligned: bool
@@ -143,22 +146,29 @@ def make_spec(
     num_feeders: int,
     releases: bool,
     use_tma: bool,
+    plain: bool = False,
 ) -> GemmSpec:
-    """The variant for these operands. Cached: the hot path looks it up."""
+    """The variant for these operands. Cached: the hot path looks it up. ``plain``: without TMA, the one for all."""
     x, weight = operands.x, operands.weight
     row_bytes = operands.depth * x.element_size()
+    aligned = (
+        _aligned(x, x.stride(0)) and (not role.gathers or row_bytes % _WIDTH == 0),
+        _aligned(weight, operands.weight_stride),
+        _aligned(operands.out, operands.num_columns),
+    )
+    layout = (use_tma, operands.k_major, operands.depth % config.block_k == 0, row_bytes % _WIDTH == 0)
+    if use_tma:  # TMA needs the alignment anyway, and fills what is beyond K with zeroes
+        aligned, layout = (True, True, aligned[2]), (True, operands.k_major, True, True)
+    elif plain:
+        aligned, layout = (False, False, False), (False, operands.k_major, False, False)
     return _make_spec(
         (x.dtype, weight.dtype, operands.out.dtype, None if operands.bias is None else operands.bias.dtype),
         (scale_kind(operands.scale_x), scale_kind(operands.scale_weight), operands.activation or ""),
         role,
         config,
         (world_size, num_feeders, releases),
-        (
-            _aligned(x, x.stride(0)) and (not role.gathers or row_bytes % _WIDTH == 0),
-            _aligned(weight, operands.weight_stride),
-            _aligned(operands.out, operands.num_columns),
-        ),
-        (use_tma, operands.k_major, operands.depth % config.block_k == 0),
+        aligned,
+        layout,
         "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
     )
 
@@ -175,7 +185,7 @@ def _make_spec(
     config: GemmConfig,
     world: tuple[int, int, bool],
     aligned: tuple[bool, bool, bool],
-    layout: tuple[bool, bool, bool],
+    layout: tuple[bool, bool, bool, bool],
     precision: str,
 ) -> GemmSpec:
     a_type, b_type, out_type = (ELEMENTS[dtype] for dtype in types[:3])
@@ -200,6 +210,6 @@ def _make_spec(
         gathers=role.gathers,
         has_table=world_size > 1,
         releases=releases,
-        use_tma=layout[0], k_major=layout[1], even_k=layout[2],
+        use_tma=layout[0], k_major=layout[1], even_k=layout[2], k_aligned=layout[3],
         a_aligned=aligned[0], b_aligned=aligned[1], out_aligned=aligned[2],
     )  # fmt: skip

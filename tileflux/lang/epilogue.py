@@ -24,7 +24,8 @@ def scaled(total, rows, row_mask, columns, column_mask, scale_a, scale_b, bias, 
     elif SPEC.scale_b == "channel":
         value = value * tl.load(typed(scale_b, tl.float32, False) + columns, mask=column_mask, other=0.0)[None, :]
     if SPEC.has_bias:
-        added = tl.load(typed(bias, SPEC.bias_type, False) + columns, mask=column_mask, other=0.0)
+        # Address 0: another rank adds it. A branch here, not a variant: virtual ranks must all run the same one.
+        added = tl.load(typed(bias, SPEC.bias_type, False) + columns, mask=column_mask & (bias != 0), other=0.0)
         value = value + added.to(tl.float32)[None, :]
     return value
 

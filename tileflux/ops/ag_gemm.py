@@ -118,8 +118,7 @@ def _run(
         for i, n in enumerate(widths)
     ]
     gathered = x.new_empty((num_rows, depth)) if return_gathered else None
-    gated = activation == "swiglu"
-    problem = problem_for("ag_gemm", num_rows, max(widths), depth, x.dtype, x.device, group, gated)
+    problem = problem_for("ag_gemm", num_rows, max(widths), depth, x.dtype, x.device, group, activation)
     choice = _dense.choose(problem, strategy, _dense.config_from(config))
     same = (rows, depth, x.dtype, choice.strategy, choice.config.num_chunks, scale_x is None, return_gathered)
     begin("ag_gemm", group, same)

@@ -69,9 +69,7 @@ def _run(
 ) -> torch.Tensor:
     num_columns = weight.shape[0] // 2 if activation == "swiglu" else weight.shape[0]
     out = check_out("gemm", out, (x.shape[0], num_columns), x, dtype=out_dtype, others=(weight, bias))
-    problem = problem_for(
-        "gemm", x.shape[0], num_columns, x.shape[1], x.dtype, x.device, None, gated=activation == "swiglu"
-    )
+    problem = problem_for("gemm", x.shape[0], num_columns, x.shape[1], x.dtype, x.device, None, activation)
     choice = _dense.choose(problem, "auto", _dense.config_from(config))
     x = _dense.row_major(x)
     with torch.cuda.device(x.device if x.is_cuda else -1):

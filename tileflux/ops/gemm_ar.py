@@ -96,8 +96,8 @@ def _run(
     same = (num_rows, num_columns, x.dtype, out_dtype, choice.strategy, choice.algorithm, tile, bias is None)
     begin("gemm_ar", group, same)
     if 0 not in (num_rows, num_columns):
-        x, own_bias = _dense.row_major(x), bias if group.rank == 0 else None
-        operands = _dense.make_operands(x, weight, out, own_bias, scale_x, scale_weight)
+        operands = _dense.make_operands(_dense.row_major(x), weight, out, bias, scale_x, scale_weight)
+        operands = dataclasses.replace(operands, adds_bias=group.rank == 0)
         with guarded(group):
             _sum_products(group, operands, choice)
     return out

@@ -16,6 +16,7 @@ last program of the launch tells the peers that it has read. The gradient is ``a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,8 +92,8 @@ def _run(
     tile = (choice.config.block_m, choice.config.block_n)
     begin("gemm_rs", group, (rows, num_columns, x.dtype, out_dtype, choice.strategy, tile, bias is None))
     if 0 not in (sum(rows), num_columns):
-        x, own_bias = _dense.row_major(x), bias if group.rank == 0 else None
-        operands = _dense.make_operands(x, weight, out, own_bias, scale_x, scale_weight)
+        operands = _dense.make_operands(_dense.row_major(x), weight, out, bias, scale_x, scale_weight)
+        operands = dataclasses.replace(operands, adds_bias=group.rank == 0)
         with guarded(group):
             run_scatter(group, operands, tuple(rows), choice.strategy, choice.config)
     return out

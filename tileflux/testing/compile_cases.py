@@ -9,6 +9,7 @@ from __future__ import annotations
 from tileflux.config import CommConfig
 from tileflux.kernels.launch import BLOCK, MAX_REGISTERS, NUM_WARPS
 from tileflux.testing.compile_gate import CompileCase, Imported
+from tileflux.testing.gemm_cases import GEMM_CASES
 
 __all__ = ["CASES"]
 
@@ -52,10 +53,39 @@ def _constexprs(world_size: int) -> dict[str, object]:
     }
 
 
+def _step(
+    name: str, signature: dict[str, str], constexprs: dict[str, object], waits: bool = True, signals: bool = True
+) -> CompileCase:
+    return CompileCase(
+        name=f"step {name}",
+        kernel=f"tileflux.kernels.steps:_{name}_kernel",
+        signature={**signature, "table_ptr": "*i64"},
+        constexprs={"WORLD": 8, **constexprs},
+        divisible_by_16=(),
+        options={"num_warps": 8 if "BLOCK" in constexprs else 1},
+        waits=waits,
+        signals=signals,
+    )
+
+
+_STEPS = (
+    _step("feed", {"x": "i64", "scale_x": "i64", "row_bytes": "i64"}, {"SCALED": True, "BLOCK": BLOCK}),
+    _step("await", {"source": "i32", "chunk": "i32"}, {}, signals=False),
+    _step("push", {"partial": "i64", "nbytes": "i64", "owner": "i32"}, {"BLOCK": BLOCK}),
+    _step(
+        "sum",
+        {"out": "i64", "num_elements": "i64"},
+        {"TYPE": Imported("triton.language:bfloat16"), "ALIGNED": True, "BLOCK": BLOCK},
+    ),
+    _step("release", {}, {}, waits=False),
+)
+
 CASES: tuple[CompileCase, ...] = (
     _move(2),
     _move(8),
     _reduce(2, "float32"),
     *(_reduce(8, element) for element in ("float32", "float16", "bfloat16")),
+    *_STEPS,
+    *GEMM_CASES,
 )
 """Every kernel of the library in the specialisations that launchers make."""

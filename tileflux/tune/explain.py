@@ -52,7 +52,7 @@ def explain(
         raise ValueError(f"explain: op={op!r} is not one of {', '.join(OPS)}")
     if min(m, n, k) < 0:
         raise ValueError(f"explain: m={m}, n={n} and k={k} should be at least 0")
-    choice = lookup(problem_for(op, m, n, k, dtype, group.device, group, activation == "swiglu"))
+    choice = lookup(problem_for(op, m, n, k, dtype, group.device, group, activation))
     itemsize = (out_dtype or (dtype if dtype.itemsize > 1 else torch.bfloat16)).itemsize
     nbytes = _symmetric_bytes(op, choice.strategy, choice.algorithm, (m, n, k), group.world_size, dtype, itemsize)
     return Explanation(op, choice.strategy, choice.algorithm, choice.reason, choice.config, nbytes)

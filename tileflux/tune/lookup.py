@@ -15,8 +15,10 @@ from tileflux import device as device_info
 from tileflux.config import GemmConfig, GemmProblem
 from tileflux.symm.group import Group
 
-__all__ = ["STRATEGIES", "Choice", "lookup", "problem_for"]
+__all__ = ["HEAVY", "STRATEGIES", "Choice", "lookup", "problem_for"]
 
+HEAVY = ("gelu", "swiglu")
+"""Activations that need registers of their own, so that tiles must be smaller."""
 STRATEGIES = ("auto", "sequential", "pipelined", "fused")
 
 _ONE_SHOT_BYTES = 512 * 1024  # what one rank may take in at once before two steps, with fewer bytes, are quicker
@@ -49,7 +51,14 @@ def lookup(problem: GemmProblem) -> Choice:
 
 
 def problem_for(
-    op: str, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, group: Group | None, gated: bool = False
+    op: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group | None,
+    activation: str | None = None,
 ) -> GemmProblem:
     """What is looked up for a call of ``op``, by ``group`` or by one rank alone."""
     arch = num_sms = 0
@@ -57,7 +66,7 @@ def problem_for(
         arch = device_info.arch(device)
         num_sms = device_info.num_sms(device) if group is None else group.traits.num_sms
     world_size = 1 if group is None else group.world_size
-    return GemmProblem(op, m, n, k, world_size, str(dtype).removeprefix("torch."), gated, arch, num_sms)
+    return GemmProblem(op, m, n, k, world_size, str(dtype).removeprefix("torch."), activation in HEAVY, arch, num_sms)
 
 
 def _strategy(problem: GemmProblem) -> tuple[str, str]:
@@ -81,8 +90,8 @@ def _tiles(problem: GemmProblem) -> GemmConfig:
         return GemmConfig(min(block_m, 64), 64, 16, num_warps=8, num_stages=3, num_feeders=feeders)
     block_k = 64 if itemsize == 2 else 128
     if problem.arch < 90:
-        return GemmConfig(min(block_m, 64) if problem.is_gated else block_m, 128, block_k // 2, num_feeders=feeders)
-    wide = block_m == 128 and not problem.is_gated and problem.n >= 2048
+        return GemmConfig(min(block_m, 64) if problem.is_heavy else block_m, 128, block_k // 2, num_feeders=feeders)
+    wide = block_m == 128 and itemsize == 2 and not problem.is_heavy and problem.n >= 2048
     if wide and -(-problem.m // 128) * -(-problem.n // 256) >= problem.num_sms:
         return GemmConfig(128, 256, block_k, num_warps=8, num_stages=3, num_feeders=feeders)
     return GemmConfig(block_m, 128, block_k, num_warps=8 if block_m == 128 else 4, num_stages=3, num_feeders=feeders)

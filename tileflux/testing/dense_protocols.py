@@ -1,0 +1,179 @@
+"""Calls of the dense ops that put their protocol to the test under the simulator, and checks of every result.
+
+A protocol is a few calls in a row on one group: so many that a rank can be a call ahead of another, that both halves
+of a buffer are used and used again, and that regions grow between calls. Shapes are the smallest that do it: what the
+simulator looks for is in the order of events, and a schedule of few events is tried in more variations per second.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tileflux import CommConfig, GemmConfig, ag_gemm, gemm_ar, gemm_rs
+from tileflux.symm.group import Group
+from tileflux.testing.dense import DenseCase, Scales, ag_case, expected, gathered, reduction, rs_case
+from tileflux.testing.numerics import assert_close, poisoned
+from tileflux.testing.simulator import simulate
+
+__all__ = ["COMM", "PROTOCOLS", "Call", "calls", "run_protocol", "simulate_protocol"]
+
+COMM = CommConfig(num_lanes=2, slot_bytes=256, min_lane_bytes=64)
+TILES = GemmConfig(16, 16, 16, group_m=2, num_warps=4, num_sms=4, num_feeders=2)
+"""Two programs that feed and two that multiply: the fewest that can get in each other's way."""
+TALL = replace(TILES, block_m=256, num_chunks=2)
+"""For shards of more than 256 rows, which is what a chunk holds at least."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op; the numbers are those of one rank, so that its size does not depend on the world's."""
+
+    op: str
+    rows: int
+    columns: int = 16
+    depth: int = 16
+    strategy: str = "fused"
+    algorithm: str = "auto"
+    dtype: torch.dtype = torch.float32
+    scales: Scales = "none"
+    ragged: bool = False
+    num_weights: int = 1
+    config: GemmConfig = TILES
+
+    def case(self, world_size: int, seed: int) -> DenseCase:
+        """The problem, the same on every rank."""
+        return _case(self, world_size, seed)
+
+    def run(self, group: Group, seed: int) -> None:
+        """Make the call on this rank, and compare what it returns with the exact result."""
+        case, rank = self.case(group.world_size, seed), group.rank
+        arguments = case.arguments(self.op, rank) | {"group": group, "strategy": self.strategy, "config": self.config}
+        right = expected(case, self.op, rank)
+        out = poisoned(right.shape, case.out_dtype)
+        what = f"{self.op} {self.strategy} {self.algorithm} on rank {rank}"
+        terms = reduction(case, self.op)
+        if self.op == "ag_gemm" and self.num_weights > 1:
+            self._run_many(case, arguments, right, what)
+            return
+        if self.op == "ag_gemm":
+            ag_gemm(**arguments, out=out)
+        elif self.op == "gemm_rs":
+            gemm_rs(**arguments, out=out)
+        else:
+            gemm_ar(**arguments, algorithm=self.algorithm, out=out)
+        assert_close(out, right, dtype=case.out_dtype, reduction=terms, what=what)
+
+    def _run_many(self, case: DenseCase, arguments: dict[str, Any], right: torch.Tensor, what: str) -> None:
+        """Several weights over rows gathered once, and the rows themselves: the weight, and its rows in other orders."""
+        weight = arguments.pop("weight")
+        orders = [torch.arange(len(weight)).roll(shift) for shift in range(self.num_weights)]
+        for name in {"bias", "scale_weight"} & arguments.keys():
+            arguments[name] = [_reordered(arguments[name], order) for order in orders]
+        outs = [poisoned(right.shape, case.out_dtype) for _ in orders]
+        weights = [weight[order].contiguous() for order in orders]
+        _, rows = ag_gemm(weight=weights, **arguments, out=outs, return_gathered=True)
+        assert torch.equal(rows, gathered(case)), f"{what}: the gathered rows"
+        for out, order in zip(outs, orders, strict=True):
+            assert_close(out, right[:, order], dtype=case.out_dtype, reduction=reduction(case, self.op), what=what)
+
+
+def _reordered(values: float | torch.Tensor, order: torch.Tensor) -> float | torch.Tensor:
+    return values[order] if isinstance(values, torch.Tensor) and values.dim() else values
+
+
+@functools.lru_cache(maxsize=64)
+def _case(call: Call, world_size: int, seed: int) -> DenseCase:
+    rows = call.rows * world_size
+    if call.op == "ag_gemm":
+        shape = (rows, call.columns * world_size, call.depth)
+        return ag_case(world_size, shape, call.dtype, seed, ragged=call.ragged, scales=call.scales, bias=True)
+    shape = (rows if call.op == "gemm_rs" else call.rows, call.columns, call.depth * world_size)
+    return rs_case(world_size, shape, call.dtype, seed, ragged=call.ragged, scales=call.scales, bias=True)
+
+
+_INT8: dict[str, Any] = {"dtype": torch.int8, "scales": "channel"}
+_GATHER = (
+    Call("ag_gemm", 9, ragged=True),
+    Call("ag_gemm", 3, **_INT8),
+    Call("ag_gemm", 18, depth=32, num_weights=2, **_INT8),
+    Call("ag_gemm", 2),
+)
+_SCATTER = (
+    Call("gemm_rs", 9, ragged=True),
+    Call("gemm_rs", 3, **_INT8),
+    Call("gemm_rs", 18, columns=32),
+    Call("gemm_rs", 2),
+)
+_SPREAD = (
+    Call("gemm_ar", 18, algorithm="one_shot"),
+    Call("gemm_ar", 3, algorithm="one_shot", **_INT8),
+    Call("gemm_ar", 20, columns=32, algorithm="one_shot"),
+    Call("gemm_ar", 2, algorithm="one_shot"),
+)
+_MIXED = (
+    Call("gemm_rs", 3, ragged=True),
+    Call("ag_gemm", 5, strategy="pipelined", **_INT8),
+    Call("gemm_ar", 5, algorithm="one_shot"),
+    Call("ag_gemm", 18, num_weights=2),
+    Call("gemm_ar", 9, algorithm="two_shot", **_INT8),
+    Call("gemm_rs", 2, strategy="pipelined"),
+    Call("ag_gemm", 2, ragged=True, **_INT8),
+    Call("gemm_ar", 18, algorithm="one_shot", **_INT8),
+    Call("gemm_rs", 17, **_INT8),
+)
+
+
+def _with(given: Sequence[Call], **changes: Any) -> tuple[Call, ...]:
+    return tuple(replace(call, **changes) for call in given)
+
+
+_TWO_SHOT = _with(_SPREAD, algorithm="two_shot")
+PROTOCOLS: dict[str, tuple[Call, ...]] = {
+    "ag_gemm fused": _GATHER,
+    "ag_gemm fused, chunks": _with((_GATHER[0], _GATHER[1]), rows=130, ragged=True, config=TALL),
+    "ag_gemm pipelined": _with(_GATHER, strategy="pipelined"),
+    "gemm_rs fused": _SCATTER,
+    "gemm_rs pipelined": _with(_SCATTER, strategy="pipelined"),
+    "gemm_ar one_shot": _SPREAD,
+    "gemm_ar two_shot": (*_TWO_SHOT[:2], replace(_TWO_SHOT[0], strategy="pipelined"), *_TWO_SHOT[2:]),
+    "mixed": _MIXED,
+}
+"""What is simulated, by name."""
+
+_LARGE_WORLD = 5
+_SMALLEST = {"ag_gemm": 2, "gemm_rs": 2, "gemm_ar": 9}
+
+
+def calls(protocol: str, world_size: int) -> tuple[Call, ...]:
+    """The calls of a protocol; in a large world two of them, one tile per shard, since every rank talks to every other.
+
+    Of a mix there is one of each op. Two calls are the fewest in which a rank can be ahead, and three those in which it
+    can come back to the half of a buffer that a peer has not read.
+    """
+    given = PROTOCOLS[protocol]
+    if world_size < _LARGE_WORLD:
+        return given
+    if protocol == "mixed":
+        given = (_MIXED[0], _MIXED[6], _MIXED[2])
+    else:
+        given = given[:2]
+    return tuple(
+        replace(call, rows=_SMALLEST[call.op] if call.config is TILES else 40, columns=16, depth=16, num_weights=1)
+        for call in given
+    )
+
+
+def run_protocol(group: Group, protocol: str, seed: int) -> None:
+    """What one rank does."""
+    for number, call in enumerate(calls(protocol, group.world_size)):
+        call.run(group, 1000 * seed + number)
+
+
+def simulate_protocol(protocol: str, world_size: int, seed: int) -> None:
+    """One schedule of the whole world; ``seed`` draws the schedule and the numbers."""
+    simulate(run_protocol, world_size, seed=seed, args=(protocol, seed), config=COMM)

@@ -1,0 +1,106 @@
+"""Compile cases of the GEMM: every role as ``tune.lookup`` would have it run on each architecture.
+
+A case names its ``GemmSpec`` as ``tileflux.testing.gemm_cases:SPECS.<name>``: the compiling process makes its own.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from tileflux.config import GemmConfig, GemmProblem
+from tileflux.kernels.gemm_launch import GATHER, GATHERED, MAX_REGISTERS, PLAIN, SCATTER, SPREAD
+from tileflux.kernels.operands import ELEMENTS, GemmSpec, Operands, Role, make_spec
+from tileflux.testing.compile_gate import ARCHITECTURES, CompileCase, Imported
+from tileflux.tune.lookup import HEAVY, lookup
+
+__all__ = ["GEMM_CASES", "SPECS"]
+
+SPECS = SimpleNamespace()
+"""The specs of all cases, by name."""
+
+_WORLD = 8
+_SMS = {80: 108, 89: 142, 90: 132, 100: 148}
+_POLICIES = "tileflux.lang.policy"
+_ORDERS = "tileflux.lang.schedule"
+
+
+def _config(role: Role, dtype: torch.dtype, arch: int, m: int, heavy: bool) -> GemmConfig:
+    op = role.name.split(",")[0]
+    world_size = 1 if role is PLAIN else _WORLD
+    problem = GemmProblem(op, m, 4096, 4096, world_size, str(dtype).removeprefix("torch."), heavy, arch, _SMS[arch])
+    return lookup(problem).config
+
+
+def _spec(role: Role, dtype: torch.dtype, config: GemmConfig, use_tma: bool, activation: str | None) -> GemmSpec:
+    quantised = dtype.itemsize == 1
+    out_dtype = torch.bfloat16 if quantised else dtype
+    depth = 2 * config.block_k if use_tma else 2 * config.block_k + 16
+    x, weight = torch.zeros(256, depth, dtype=dtype), torch.zeros(512, depth, dtype=dtype)
+    out = torch.zeros(256, 256 if activation == "swiglu" else 512, dtype=out_dtype)
+    scale_x, scale_weight = (torch.ones(256), torch.ones(512)) if quantised else (None, None)
+    operands = Operands(x, weight, out, torch.zeros(512, dtype=out_dtype), scale_x, scale_weight, activation)
+    return make_spec(
+        operands, role, config,
+        world_size=1 if role is PLAIN else _WORLD, num_feeders=config.num_feeders if role.feeds else 0,
+        releases=role is not PLAIN and role is not GATHERED, use_tma=use_tma,
+    )  # fmt: skip
+
+
+def _case(
+    role: Role, dtype: torch.dtype, arch: int, *, m: int = 8192, tma: bool = True, activation: str | None = None
+) -> CompileCase:
+    use_tma = tma and arch >= 90
+    config = _config(role, dtype, arch, m, activation in HEAVY)
+    name = f"{role.name.replace(', ', '_').replace(' ', '_')}_{ELEMENTS[dtype]}_{m}_{activation}_{use_tma}_sm{arch}"
+    setattr(SPECS, name, _spec(role, dtype, config, use_tma, activation))
+    waits = role is not PLAIN
+    signature = {name: "i64" for name in ("a", "b", "out", "bias", "scale_a", "scale_b", "stride_a", "stride_b")}
+    signature |= {name: "i32" for name in "MNK"} | {"table_ptr": "*i64"}
+    constexprs: dict[str, object] = {
+        "ORDER": Imported(f"{_ORDERS}:{role.order.fn.__name__}"),
+        "WAIT": Imported(f"{_POLICIES}:{role.wait.fn.__name__}"),
+        "FINISH": Imported(f"{_POLICIES}:{role.finish.fn.__name__}"),
+        "SPEC": Imported(f"tileflux.testing.gemm_cases:SPECS.{name}"),
+    }
+    kind = str(ELEMENTS[dtype])
+    kind = {"int8": "i8"}.get(kind, kind)
+    descriptors = {
+        "a_desc": (config.block_m, True), "rows_desc": (config.block_m, role.gathers), "b_desc": (config.block_n, True)
+    }  # fmt: skip
+    for argument, (rows, used) in descriptors.items():
+        if use_tma and used:
+            signature[argument] = f"tensordesc<{kind}[{rows},{config.block_k}]>"
+        else:
+            constexprs[argument] = None
+    return CompileCase(
+        name=f"gemm {name}",
+        kernel="tileflux.kernels.gemm:_gemm_kernel",
+        signature=signature,
+        constexprs=constexprs,
+        divisible_by_16=(),
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": MAX_REGISTERS},
+        architectures=(arch,),
+        waits=waits and role is not GATHERED,
+        signals=waits and role is not GATHERED,
+    )
+
+
+def _all_cases() -> tuple[CompileCase, ...]:
+    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    cases = [_case(role, bf16, arch) for role in (PLAIN, GATHER, SCATTER) for arch in ARCHITECTURES]
+    cases += [_case(SPREAD, bf16, arch, m=32) for arch in ARCHITECTURES]
+    cases += [_case(role, fp8, arch) for role in (GATHER, SCATTER) for arch in (89, 90, 100)]
+    cases += [_case(GATHER, torch.int8, arch) for arch in (80, 90)]
+    cases += [_case(role, torch.float32, 90) for role in (PLAIN, GATHER, SCATTER)]
+    cases += [_case(role, torch.float32, 80) for role in (PLAIN,)]
+    cases += [_case(role, bf16, 90, activation="swiglu") for role in (PLAIN, GATHER)]
+    cases += [_case(PLAIN, bf16, 80, activation="swiglu"), _case(PLAIN, bf16, 90, activation="gelu")]
+    cases += [_case(role, bf16, 90, tma=False) for role in (PLAIN, GATHER, SCATTER)]
+    cases += [_case(GATHERED, bf16, 90), _case(PLAIN, bf16, 90, m=16), _case(PLAIN, bf16, 90, m=64)]
+    return tuple(cases)
+
+
+GEMM_CASES: tuple[CompileCase, ...] = _all_cases()
+"""Roles, element types and ways to load, each where it differs."""
