@@ -157,10 +157,14 @@ def test_gradients_only_where_they_are_needed() -> None:
     assert not tileflux.gemm(x, weight.detach()).requires_grad
 
 
-def test_compiled() -> None:
+def _compiled(group: tileflux.Group) -> None:
     factors = drawn_factors(9, 5)
     tensors = torch.randn(9, 6), torch.randn(5, 6), torch.randn(5)
     check_compiled_alike(lambda *given: weighted(tileflux.gemm(*given, config=SMALL), factors), tensors)
+
+
+def test_compiled() -> None:
+    run_ranks(_compiled, 1, timeout_s=120)
 
 
 def _registration(group: tileflux.Group) -> None:

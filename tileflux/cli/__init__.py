@@ -46,7 +46,7 @@ def _root(
 
     \b
     Examples:
-      tileflux demo            run every collective on this machine, and check it
+      tileflux demo            run every op on this machine, and check it
       tileflux doctor          what works on this machine, and what does not
       tileflux doctor --json   the same for a bug report or a script
     """
