@@ -226,7 +226,7 @@ def _load_steps(group: Group, here: Turn, part: Operands) -> None:
 
 def _load_library(group: Group, here: Turn, part: Operands, config: GemmConfig) -> None:
     """Load the library's kernels, where a peer's sum may wait for what is multiplied here."""
-    kind = (part.x.dtype, part.num_columns, part.depth, part.k_major, part.bias is None or not part.adds_bias)
+    kind = (part.x.dtype, part.num_columns, part.depth, part.k_major, part.bias is None)
     for count in set(here.plan.rows):
         load_once(group.device, ("library", count, *kind), partial(_rehearse, part, count, config))
 

@@ -50,10 +50,12 @@ def multiply_tiles(operands: Operands, config: GemmConfig) -> None:
 def _multiply_with_torch(operands: Operands) -> None:
     x, weight, out = operands.x, operands.weight.t(), operands.out
     whole = torch.empty((len(x), weight.shape[1]), dtype=out.dtype, device=out.device) if operands.is_gated else out
-    if operands.bias is None or not operands.adds_bias:
+    bias = operands.bias
+    if bias is None:
         torch.mm(x, weight, out=whole)
     else:
-        torch.addmm(operands.bias, x, weight, out=whole)
+        # Zeroes where another rank adds it: ranks that share a GPU must all have the same kernel loaded.
+        torch.addmm(bias if operands.adds_bias else torch.zeros_like(bias), x, weight, out=whole)
     if operands.activation == "swiglu":
         gate, up = whole.float().chunk(2, dim=1)
         out.copy_(functional.silu(gate).mul_(up))

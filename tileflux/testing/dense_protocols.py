@@ -11,10 +11,12 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
 from tileflux import CommConfig, GemmConfig, ag_gemm, gemm_ar, gemm_rs
+from tileflux.kernels import dense
 from tileflux.symm.group import Group
 from tileflux.testing.dense import DenseCase, Scales, ag_case, expected, gathered, reduction, rs_case
 from tileflux.testing.numerics import assert_close, poisoned
@@ -103,10 +105,12 @@ _GATHER = (
     Call("ag_gemm", 9, depth=32, ragged=True, num_weights=2, **_INT8),
 )
 _SCATTER = (
+    Call("gemm_rs", 2),
+    Call("gemm_rs", 9, columns=32, ragged=True),
     Call("gemm_rs", 9, ragged=True),
     Call("gemm_rs", 3, **_INT8),
-    Call("gemm_rs", 9, columns=32, ragged=True),
 )
+"""A rank without rows sums nothing, and waits for nobody: that is who comes round to a half that is still read."""
 _SPREAD = (
     Call("gemm_ar", 17, algorithm="one_shot"),
     Call("gemm_ar", 3, algorithm="one_shot", **_INT8),
@@ -171,5 +175,9 @@ def run_protocol(group: Group, protocol: str, seed: int) -> None:
 
 
 def simulate_protocol(protocol: str, world_size: int, seed: int) -> None:
-    """One schedule of the whole world; ``seed`` draws the schedule and the numbers."""
-    simulate(run_protocol, world_size, seed=seed, args=(protocol, seed), config=COMM)
+    """One schedule of the whole world; ``seed`` draws the schedule and the numbers.
+
+    As if every rank had four SMs, so that the kernels of the pipelined strategy have several programs, too.
+    """
+    with mock.patch.object(dense, "sms_for", lambda group: TILES.num_sms):
+        simulate(run_protocol, world_size, seed=seed, args=(protocol, seed), config=COMM)
