@@ -54,7 +54,6 @@ if __name__ == "__main__":
     under_torchrun = dist.is_torchelastic_launched()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with (
-        torch.no_grad(),
         tileflux.Group.from_env() if under_torchrun else tileflux.local_groups(1, device)[0] as own_group,
         torch.cuda.stream(own_group.stream),
     ):

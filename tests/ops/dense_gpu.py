@@ -37,22 +37,22 @@ class Problem:
 def problems(world_size: int, dtype: torch.dtype) -> Iterator[Problem]:
     """Calls of every op with one element type: aligned and odd, even and ragged."""
     scales = "channel" if dtype in SCALED_DTYPES else "none"
+    same: dict[str, Any] = {"bias": True, "scales": scales}
     small = {"config": SMALL}
     even, odd, tiny = (96 * world_size, 64 * world_size, 64), (300, 200, 136), (13, 17 * world_size, 7)
-    yield Problem("ag_gemm", ag_case(world_size, even, dtype, 0, scales=scales), STRATEGIES, small)
-    yield Problem("ag_gemm", ag_case(world_size, odd, dtype, 1, ragged=True, scales=scales), STRATEGIES, small)
-    yield Problem("ag_gemm", ag_case(world_size, tiny, dtype, 2, bias=True, scales=scales), ("fused",), small)
+    yield Problem("ag_gemm", ag_case(world_size, even, dtype, 0, **same), STRATEGIES, small)
+    yield Problem("ag_gemm", ag_case(world_size, odd, dtype, 1, ragged=True, **same), STRATEGIES, small)
+    yield Problem("ag_gemm", ag_case(world_size, tiny, dtype, 2, **same), ("fused",), small)
     whole = (120 * world_size, 128, 64 * world_size)
-    yield Problem("gemm_rs", rs_case(world_size, whole, dtype, 3, scales=scales), STRATEGIES, small)
+    yield Problem("gemm_rs", rs_case(world_size, whole, dtype, 3, **same), STRATEGIES, small)
     # Ranks with different K would load different kernels of the library while a peer's sum waits for them.
     odd, tiny = (301, 130, 72 * world_size + 8), (5, 9, 3 * world_size)
-    yield Problem("gemm_rs", rs_case(world_size, odd, dtype, 4, ragged=True, scales=scales), ("fused",), small)
-    yield Problem("gemm_rs", rs_case(world_size, tiny, dtype, 5, bias=True, scales=scales), ("fused",), small)
+    yield Problem("gemm_rs", rs_case(world_size, odd, dtype, 4, ragged=True, **same), ("fused",), small)
+    yield Problem("gemm_rs", rs_case(world_size, tiny, dtype, 5, **same), ("fused",), small)
     for algorithm in ("one_shot", "two_shot"):
-        options = {**small, "algorithm": algorithm}
         usable = ("fused", "sequential") if algorithm == "one_shot" else STRATEGIES
-        whole = (40, 128, 64 * world_size)
-        yield Problem("gemm_ar", rs_case(world_size, whole, dtype, 6, bias=True, scales=scales), usable, options)
+        case = rs_case(world_size, (40, 128, 64 * world_size), dtype, 6, **same)
+        yield Problem("gemm_ar", case, usable, {**small, "algorithm": algorithm})
 
 
 def activations(world_size: int) -> Iterator[Problem]:
@@ -87,17 +87,45 @@ class _NothingToDo:
 
 
 def compile_part(index: int, count: int) -> None:
-    """Compile every ``count``-th variant from ``index`` on, as the first virtual rank and as a process of its own."""
+    """Compile every ``count``-th part from ``index`` on, as virtual ranks and as processes would have it."""
     gemm_launch._gemm_kernel = _NothingToDo(gemm_launch._gemm_kernel)
-    work = [(world_size, dtype) for world_size in (2, 4, 8) for dtype in DENSE_DTYPES] + [(4, None)]
-    for world_size, dtype in work[index::count]:
-        group = tileflux.local_groups(world_size, "cuda")[0]
-        given = activations(world_size) if dtype is None else problems(world_size, dtype)
-        with torch.cuda.stream(group.stream):
-            for problem in given:
-                if "fused" in problem.strategies and problem.options.get("algorithm") != "two_shot":
-                    arguments = problem.case.arguments(problem.op, 0, "cuda")
-                    getattr(tileflux, problem.op)(**arguments, group=group, strategy="fused", **problem.options)
+    work = [(world_size, dtype, True) for world_size in (2, 4, 8) for dtype in DENSE_DTYPES]
+    work += [(world_size, dtype, False) for world_size in (2, 4) for dtype in DENSE_DTYPES]
+    work += [(4, None, True), (4, "large", True), (4, "large", False)]
+    for world_size, dtype, is_virtual in work[index::count]:
+        groups = tileflux.local_groups(world_size, "cuda")
+        if not is_virtual:
+            Group.stream = property(lambda group: None)  # type: ignore[assignment]
+        for group in groups[:: max(1, world_size - 1)]:
+            stream = torch.cuda.current_stream() if group.stream is None else group.stream
+            with torch.cuda.stream(stream):
+                if dtype == "large":
+                    _compile_large(group)
+                else:
+                    for problem in activations(world_size) if dtype is None else problems(world_size, dtype):
+                        _compile(group, problem)
+
+
+def _compile(group: Group, problem: Problem) -> None:
+    arguments = problem.case.arguments(problem.op, group.rank, "cuda")
+    if problem.options.get("algorithm") != "two_shot":
+        getattr(tileflux, problem.op)(**arguments, group=group, strategy="fused", **problem.options)
+    if arguments["x"].dtype in SCALED_DTYPES:  # what torch does not multiply
+        arguments.pop("sizes", None)
+        tileflux.gemm(**arguments, config=SMALL)
+
+
+def _compile_large(group: Group) -> None:
+    x, weight = (
+        torch.empty(512, 512, dtype=torch.bfloat16, device="cuda"),
+        torch.empty(4096, 512, dtype=torch.bfloat16, device="cuda"),
+    )
+    tileflux.ag_gemm(x, weight, group=group, strategy="fused")
+    tileflux.gemm_rs(weight[:2048, :128], weight[:, :128].contiguous(), group=group, strategy="fused")
+    for k in (64, 128):
+        x = torch.empty(64, k, dtype=torch.bfloat16, device="cuda")
+        for op, how in (("ag_gemm", {}), ("gemm_rs", {}), ("gemm_ar", {"algorithm": "one_shot"})):
+            getattr(tileflux, op)(x, x, group=group, strategy="fused", config=SMALL, **how)
 
 
 if __name__ == "__main__":

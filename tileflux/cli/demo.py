@@ -56,9 +56,9 @@ def demo(
 ) -> None:
     """Run every collective, and every strategy of the dense ops, on this machine; check each result, and time it.
 
-    Results are compared with what all ranks' inputs say they must be and, between processes, with torch.distributed:
-    collectives bit for bit, products within the rounding of their type. A wrong result gets no time, and the exit
-    status is 1.
+    Results are compared with what all ranks' inputs say they must be and, between processes, with torch.distributed.
+    Collectives are compared bit for bit, products within the rounding of their type.
+    A wrong result gets no time, and the exit status is 1.
 
     \b
     Examples:

@@ -71,7 +71,7 @@ class Call:
         assert_close(out, right, dtype=case.out_dtype, reduction=terms, what=what)
 
     def _run_many(self, case: DenseCase, arguments: dict[str, Any], right: torch.Tensor, what: str) -> None:
-        """Several weights over rows gathered once, and the rows themselves: the weight, and its rows in other orders."""
+        """Several weights over rows gathered once, and those rows: the weight, and the weight in other orders."""
         weight = arguments.pop("weight")
         orders = [torch.arange(len(weight)).roll(shift) for shift in range(self.num_weights)]
         for name in {"bias", "scale_weight"} & arguments.keys():
@@ -158,10 +158,7 @@ def calls(protocol: str, world_size: int) -> tuple[Call, ...]:
     given = PROTOCOLS[protocol]
     if world_size < _LARGE_WORLD:
         return given
-    if protocol == "mixed":
-        given = (_MIXED[0], _MIXED[3], _MIXED[2])
-    else:
-        given = given[:2]
+    given = (_MIXED[0], _MIXED[3], _MIXED[2]) if protocol == "mixed" else given[:2]
     return tuple(
         replace(call, rows=_SMALLEST[call.op] if call.config is TILES else 40, columns=16, depth=16, num_weights=1)
         for call in given

@@ -93,5 +93,7 @@ def _tiles(problem: GemmProblem) -> GemmConfig:
         return GemmConfig(min(block_m, 64) if problem.is_heavy else block_m, 128, block_k // 2, num_feeders=feeders)
     wide = block_m == 128 and itemsize == 2 and not problem.is_heavy and problem.n >= 2048
     if wide and -(-problem.m // 128) * -(-problem.n // 256) >= problem.num_sms:
-        return GemmConfig(128, 256, block_k, num_warps=8, num_stages=3, num_feeders=feeders)
-    return GemmConfig(block_m, 128, block_k, num_warps=8 if block_m == 128 else 4, num_stages=3, num_feeders=feeders)
+        return GemmConfig(128, 256, block_k, num_warps=8, num_stages=4, num_feeders=feeders)
+    num_warps = 8 if block_m == 128 else 4
+    num_stages = 4 if itemsize == 2 and not problem.is_heavy else 3
+    return GemmConfig(block_m, 128, block_k, num_warps=num_warps, num_stages=num_stages, num_feeders=feeders)

@@ -1,0 +1,185 @@
+"""The main loop on the CPU: its tiles cover the output, what they wait for is announced, and the numbers are right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tileflux.config import GemmConfig
+from tileflux.kernels import gemm_host
+from tileflux.kernels.gemm_host import Tile, tiles
+from tileflux.kernels.gemm_launch import GATHER, PLAIN, SCATTER, SPREAD
+from tileflux.kernels.operands import Operands, Role
+from tileflux.kernels.turns import ShardPlan, gather_shards, scatter_shards, spread_shards
+from tileflux.testing import assert_close, nan_like, poisoned
+from tileflux.testing.dense import DENSE_DTYPES, SCALED_DTYPES, expected_gemm, gemm_case, reduction
+
+configs = st.builds(
+    GemmConfig,
+    block_m=st.sampled_from([16, 32, 256]),
+    block_n=st.sampled_from([16, 32, 64]),
+    group_m=st.integers(1, 4),
+    num_chunks=st.integers(1, 16),
+)
+ragged_rows = st.integers(1, 16).flatmap(
+    lambda world_size: st.lists(st.integers(0, 700) | st.just(0), min_size=world_size, max_size=world_size)
+).filter(any).map(tuple)
+columns = st.integers(1, 100)
+
+
+def rank_tiles(role: Role, config: GemmConfig, plan: ShardPlan, rank: int, num_columns: int) -> list[Tile]:
+    """All tiles of a rank, in order."""
+    rows = plan.rows if role.is_sharded else plan.rows[:1]
+    shards = gemm_host._Shards(rows, plan.num_chunks, plan.chunk_rows)
+    return list(tiles(role, config, rank, shards, num_columns))
+
+
+def check_cover(found: Sequence[Tile], rows: Sequence[int], num_columns: int) -> None:
+    """Every element of every shard in exactly one tile; no tile in two chunks."""
+    covered = [torch.zeros(count, num_columns, dtype=torch.int32) for count in rows]
+    for tile in found:
+        assert tile.rows and tile.columns, f"an empty tile: {tile}"
+        covered[tile.owner][tile.rows.start : tile.rows.stop, tile.columns.start : tile.columns.stop] += 1
+    assert all(bool(each.eq(1).all()) for each in covered)
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=ragged_rows, num_columns=columns, config=configs)
+def test_all_gather_tiles_wait_for_what_is_sent_in_the_order_it_is_sent(
+    rows: tuple[int, ...], num_columns: int, config: GemmConfig
+) -> None:
+    plan = gather_shards("op", rows, 32, False, config.num_chunks)
+    ranks = range(len(rows))
+    # What the feeders of every rank send (lang/turn.py, whose order tests/lang/test_turn.py takes from the device).
+    sent = {
+        rank: [
+            ((rank - hop) % len(rows), chunk)
+            for hop in range(1, len(rows))
+            for chunk in range(plan.num_chunks)
+            if plan.chunk(rank, chunk)
+        ]
+        for rank in ranks
+    }
+    for rank in ranks:
+        found = rank_tiles(GATHER, config, plan, rank, num_columns)
+        check_cover(found, rows, num_columns)
+        for tile in found:
+            chunk = plan.chunk(tile.owner, tile.chunk)
+            assert chunk.start <= tile.rows.start and tile.rows.stop <= chunk.stop
+        needed = list(dict.fromkeys((tile.owner, tile.chunk) for tile in found))
+        with_rows = [owner for owner in ((rank + hop) % len(rows) for hop in ranks) if rows[owner]]
+        assert list(dict.fromkeys(owner for owner, _ in needed)) == with_rows
+        waited = [each for each in needed if each[0] != rank]
+        announced = {(source, chunk) for source in ranks for peer, chunk in sent[source] if peer == rank}
+        assert set(waited) == announced
+        for source in ranks:
+            arriving = [chunk for peer, chunk in sent[source] if peer == rank]
+            assert arriving == [chunk for owner, chunk in waited if owner == source]
+            if arriving:
+                # The j-th shard that a rank comes to is sent to it at its source's j-th hop.
+                hop = (source - rank) % len(rows)
+                before = [peer for peer, _ in sent[source][: sent[source].index((rank, arriving[0]))]]
+                assert len(set(before)) == hop - 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=ragged_rows, num_columns=columns, config=configs)
+def test_reduce_scatter_tiles_are_announced_by_the_number_their_owner_waits_for(
+    rows: tuple[int, ...], num_columns: int, config: GemmConfig
+) -> None:
+    plan = scatter_shards("op", rows, num_columns, 2, config)
+    ranks = range(len(rows))
+    by_rank = {rank: rank_tiles(SCATTER, config, plan, rank, num_columns) for rank in ranks}
+    raised: Counter[tuple[int, int, int]] = Counter()
+    for rank, found in by_rank.items():
+        check_cover(found, rows, num_columns)
+        owners = list(dict.fromkeys(tile.owner for tile in found))
+        assert owners == [owner for owner in ((rank + 1 + hop) % len(rows) for hop in ranks) if rows[owner]]
+        raised.update((tile.owner, rank, tile.number) for tile in found if tile.owner != rank)
+    waited = {
+        (rank, source, tile.number)
+        for rank, found in by_rank.items()
+        for tile in found
+        if tile.owner == rank
+        for source in ranks
+        if source != rank
+    }
+    assert set(raised) == waited and set(raised.values()) <= {1}
+    assert all(number < plan.num_flags for _, _, number in raised)
+    places = {(tile.owner, tile.number, tile.rows, tile.columns) for found in by_rank.values() for tile in found}
+    assert len(places) == len(by_rank[0]), "ranks disagree on where a number's tile lies"
+
+
+@settings(max_examples=50, deadline=None)
+@given(world_size=st.integers(1, 16), num_rows=st.integers(1, 300), num_columns=columns, config=configs)
+def test_all_reduce_tiles_are_multiplied_before_any_is_summed(
+    world_size: int, num_rows: int, num_columns: int, config: GemmConfig
+) -> None:
+    plan = spread_shards("op", world_size, num_rows, num_columns, 2, config)
+    by_rank = [rank_tiles(SPREAD, config, plan, rank, num_columns) for rank in range(world_size)]
+    for found in by_rank:
+        turns = [tile.turn for tile in found]
+        half = len(found) // 2
+        assert turns == [0] * half + [1] * half
+        for turn in (found[:half], found[half:]):
+            check_cover(turn, [num_rows], num_columns)
+            numbers = [tile.number for tile in turn]
+            assert len(set(numbers)) == len(numbers) and max(numbers) < plan.num_flags
+        assert found == by_rank[0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(num_rows=st.integers(0, 200), num_columns=st.integers(0, 200), config=configs)
+def test_plain_tiles_cover_the_output(num_rows: int, num_columns: int, config: GemmConfig) -> None:
+    shards = gemm_host._Shards((num_rows,), 1, num_rows)
+    found = list(tiles(PLAIN, config, 0, shards, num_columns))
+    check_cover(found, [num_rows], num_columns)
+
+
+SMALL = GemmConfig(block_m=16, block_n=32)
+
+
+@pytest.mark.parametrize("dtype", DENSE_DTYPES, ids=str)
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu", "swiglu"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_numbers(dtype: torch.dtype, activation: str | None, transposed: bool) -> None:
+    seed = int(torch.randint(2**31, ()))
+    scales = "channel" if dtype in SCALED_DTYPES else "none"
+    case = gemm_case(
+        (37, 41, 50), dtype, seed, bias=True, activation=activation, scales=scales, transposed_weight=transposed
+    )
+    operands = case_operands(case)
+    right = expected_gemm(
+        case.xs[0], case.weights[0], case.biases[0], activation=case.activation,
+        scale_x=case.scales_x[0], scale_weight=case.scales_weight[0],
+    )  # fmt: skip
+    gemm_host.run_gemm(operands, PLAIN, SMALL)
+    assert_close(operands.out, right, dtype=case.out_dtype, reduction=reduction(case, "gemm"), what=f"seed {seed}")
+    whole = nan_like(operands.out)
+    gemm_host.multiply(case_operands(case, whole))
+    assert_close(whole, right, dtype=case.out_dtype, reduction=reduction(case, "gemm"), what=f"seed {seed}")
+
+
+def case_operands(case: object, out: torch.Tensor | None = None) -> Operands:
+    """The operands of a case for one rank, with a poisoned output."""
+    scale_x, scale_weight = (
+        None if scale is None else torch.as_tensor(scale) for scale in (case.scales_x[0], case.scales_weight[0])
+    )
+    out = poisoned(case.shape[:2], case.out_dtype) if out is None else out
+    return Operands(case.xs[0], case.weights[0], out, case.biases[0], scale_x, scale_weight, case.activation)
+
+
+def test_int8_is_summed_exactly() -> None:
+    """fp32 would lose bits of a sum of 100,000 products of 127 and 127."""
+    x, weight = torch.full((1, 100_001), 127, dtype=torch.int8), torch.full((1, 100_001), 127, dtype=torch.int8)
+    weight[0, 0] = -126
+    scale = torch.tensor(2.0**-10)
+    out = poisoned((1, 1), torch.float32)
+    gemm_host.run_gemm(Operands(x, weight, out, scale_x=scale), PLAIN, SMALL)
+    total = 127 * 127 * 100_000 - 127 * 126
+    assert out.item() == torch.tensor(total, dtype=torch.float64).float().item() * 2.0**-10

@@ -1,0 +1,108 @@
+"""Tile orders: every tile once, ranks out of each other's way, and the device's order is the replayed one."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tileflux import env
+from tileflux.lang.schedule import arrival_order, departure_order, grouped, replay, twice_order
+
+NUM_TURNS = {arrival_order: 1, departure_order: 1, twice_order: 2}
+ORDERS = {order.fn.__name__: order for order in NUM_TURNS}
+
+worlds = st.integers(1, 16)
+counts = st.integers(1, 5)
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@settings(max_examples=60, deadline=None)
+@given(world_size=worlds, num_chunks=counts, num_m=counts, num_n=counts, group_m=st.integers(1, 8), data=st.data())
+def test_every_tile_comes_once_in_every_turn(
+    name: str, world_size: int, num_chunks: int, num_m: int, num_n: int, group_m: int, data: st.DataObject
+) -> None:
+    order, rank = replay(ORDERS[name]), data.draw(st.integers(0, world_size - 1))
+    num_tiles = world_size * num_chunks * num_m * num_n
+    seen = [
+        order(step, rank, world_size, num_chunks, num_m, num_n, group_m)
+        for step in range(num_tiles * NUM_TURNS[ORDERS[name]])
+    ]
+    wanted = {
+        (shard, chunk, m, n)
+        for shard in range(world_size)
+        for chunk in range(num_chunks)
+        for m in range(num_m)
+        for n in range(num_n)
+    }
+    for turn in range(NUM_TURNS[ORDERS[name]]):
+        tiles = seen[turn * num_tiles : (turn + 1) * num_tiles]
+        assert all(tile[4] == turn for tile in tiles)
+        assert len(tiles) == len(wanted) and {tile[:4] for tile in tiles} == wanted
+
+
+@settings(max_examples=100, deadline=None)
+@given(num_m=st.integers(1, 40), num_n=st.integers(1, 12), group_m=st.integers(1, 10))
+def test_tiles_go_down_a_band_before_they_go_to_the_next_column(num_m: int, num_n: int, group_m: int) -> None:
+    tiles = [replay(grouped)(index, num_m, num_n, group_m) for index in range(num_m * num_n)]
+    bands = [range(first, min(num_m, first + group_m)) for first in range(0, num_m, group_m)]
+    assert tiles == [(m, n) for band in bands for n in range(num_n) for m in band]
+
+
+def _shards(order: object, rank: int, world_size: int, num_chunks: int, tiles: int) -> list[tuple[int, int]]:
+    """(shard, chunk) of every step, with chunks of ``tiles`` rows of tiles."""
+    replayed = replay(order)
+    steps = range(world_size * num_chunks * tiles)
+    return [replayed(step, rank, world_size, num_chunks, tiles, 1, 2)[:2] for step in steps]
+
+
+@settings(max_examples=60, deadline=None)
+@given(world_size=worlds, num_chunks=counts, tiles=counts)
+def test_ranks_start_at_their_own_rows_or_end_there(world_size: int, num_chunks: int, tiles: int) -> None:
+    for rank in range(world_size):
+        around = [(rank + hop) % world_size for hop in range(world_size)]
+        in_order = [(shard, chunk) for shard in around for chunk in range(num_chunks) for _ in range(tiles)]
+        assert _shards(arrival_order, rank, world_size, num_chunks, tiles) == in_order
+        own = num_chunks * tiles
+        assert _shards(departure_order, rank, world_size, num_chunks, tiles) == in_order[own:] + in_order[:own]
+
+
+@pytest.mark.parametrize("order", [arrival_order, departure_order], ids=lambda order: order.fn.__name__)
+@settings(max_examples=60, deadline=None)
+@given(world_size=worlds, num_chunks=counts, tiles=counts)
+def test_no_two_ranks_work_on_one_shard_at_the_same_step(
+    order: object, world_size: int, num_chunks: int, tiles: int
+) -> None:
+    sequences = [_shards(order, rank, world_size, num_chunks, tiles) for rank in range(world_size)]
+    for at_once in zip(*sequences, strict=True):
+        assert len({shard for shard, _ in at_once}) == world_size
+        assert len({chunk for _, chunk in at_once}) == 1
+
+
+@triton.jit
+def _order_kernel(
+    out_ptr, rank, num_shards, num_chunks, num_m, num_n, num_steps, ORDER: tl.constexpr, GROUP_M: tl.constexpr
+):
+    for step in range(num_steps):
+        shard, chunk, m, n, turn = ORDER(step, rank, num_shards, num_chunks, num_m, num_n, GROUP_M)
+        tl.store(out_ptr + step * 5, shard)
+        tl.store(out_ptr + step * 5 + 1, chunk)
+        tl.store(out_ptr + step * 5 + 2, m)
+        tl.store(out_ptr + step * 5 + 3, n)
+        tl.store(out_ptr + step * 5 + 4, turn)
+
+
+@pytest.mark.skipif(not env.interpreting(), reason="kernels were not decorated for the interpreter")
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize(("rank", "sizes"), [(0, (1, 1, 1, 1, 1)), (2, (3, 2, 5, 3, 2)), (1, (4, 1, 3, 2, 8))])
+def test_a_kernel_takes_tiles_in_the_replayed_order(name: str, rank: int, sizes: tuple[int, ...]) -> None:
+    from tileflux.testing import interpreter
+
+    interpreter.install()
+    num_shards, num_chunks, num_m, num_n, group_m = sizes
+    num_steps = NUM_TURNS[ORDERS[name]] * num_shards * num_chunks * num_m * num_n
+    out = torch.full((num_steps, 5), -1, dtype=torch.int32)
+    _order_kernel[(1,)](out, rank, num_shards, num_chunks, num_m, num_n, num_steps, ORDERS[name], group_m)
+    replayed = replay(ORDERS[name])
+    assert out.tolist() == [list(replayed(step, rank, *sizes)) for step in range(num_steps)]

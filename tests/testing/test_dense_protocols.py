@@ -1,0 +1,176 @@
+"""The protocols of the dense ops find what they are there for: bugs planted in the device functions."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import triton
+import triton.language as tl
+
+import tileflux
+from tileflux import env
+from tileflux.config import TABLE
+from tileflux.errors import DataRace, Deadlock
+from tileflux.kernels import dense, gemm, steps
+from tileflux.kernels.turns import Turn
+from tileflux.lang import policy, turn
+from tileflux.lang.policy import _store, _sum_tile, _wait, slot
+from tileflux.lang.remote import copy_run, part
+from tileflux.lang.signal import signal
+from tileflux.lang.turn import RANK, SCALES, SLOT_BYTES, ack_word, current_epoch, data, entry, flag_word, word
+from tileflux.testing import dense_protocols
+from tileflux.testing.dense_protocols import PROTOCOLS, calls, simulate_protocol
+
+pytestmark = pytest.mark.skipif(not env.interpreting(), reason="kernels were not decorated for the interpreter")
+
+Patch = pytest.MonkeyPatch
+
+
+@triton.jit
+def _no_wait(flag, wanted, peer, guard, op):
+    """As if the peer had finished long ago."""
+
+
+@triton.jit
+def _hasty_push_run(to, source, nbytes, flag, value, counter, feeder, num_feeders, BLOCK: tl.constexpr):
+    begin, length = part(nbytes, feeder, num_feeders)
+    copy_run(to + begin, source + begin, length, BLOCK)
+    if feeder == 0:
+        signal(flag, value)
+
+
+@triton.jit
+def _hasty_release(table, WORLD: tl.constexpr):
+    rank = word(table, RANK)
+    epoch = current_epoch(table, WORLD)
+    if tl.program_id(0) == 0:
+        for hop in range(1, WORLD):
+            signal(ack_word(table, (rank + hop) % WORLD, rank, WORLD), epoch + 1)
+    turn.release(table, WORLD)
+
+
+@triton.jit
+def _same_half(table, owner, source, epoch, WORLD: tl.constexpr):
+    return data(table, owner, WORLD) + source.to(tl.int64) * tl.load(table + SLOT_BYTES)
+
+
+@triton.jit
+def _flag_by_plan(table, owner, source, index, WORLD: tl.constexpr):
+    """``Turn._words`` is made to put the plan's number of flags where the scales begin, which sums have none of."""
+    first = source * tl.load(table + SCALES).to(tl.int32)
+    return entry(table, 3, owner, WORLD).to(tl.pointer_type(tl.int32)) + first + index
+
+
+@triton.jit
+def _impatient_scatter_tile(value, out, place, table, SPEC: tl.constexpr):
+    """Sums without its left-hand neighbour's signal."""
+    rank = word(table, RANK)
+    epoch = current_epoch(table, SPEC.world_size)
+    owner, _, row, column, num_rows, N, number, _ = place
+    _store(value, slot(table, owner, rank, epoch, SPEC.world_size), row, column, num_rows, N, SPEC)
+    if owner != rank:
+        signal(flag_word(table, owner, rank, number, SPEC.world_size), epoch + 1)
+    else:
+        for hop in range(2, SPEC.world_size):
+            source = (rank + SPEC.world_size - hop) % SPEC.world_size
+            _wait(flag_word(table, rank, source, number, SPEC.world_size), epoch + 1, source, table, SPEC)
+        _sum_tile(value.shape, out, place, table, SPEC)
+
+
+def _plant_flags_by_plan(patch: Patch) -> None:
+    original = Turn._words
+
+    def words(self: Turn) -> list[int]:
+        found = original(self)
+        found[TABLE.scales] = self.plan.num_flags
+        return found
+
+    patch.setattr(Turn, "_words", words)
+    patch.setattr(policy, "flag_word", _flag_by_plan)
+
+
+def _plant_halves_by_plan(patch: Patch) -> None:
+    original = Turn.__init__
+
+    def init(self: Turn, *args: Any) -> None:
+        original(self, *args)
+        self._half_bytes = self.plan.data_bytes // 2
+
+    patch.setattr(Turn, "__init__", init)
+
+
+def _plant_same_half(patch: Patch) -> None:
+    patch.setattr(policy, "slot", _same_half)
+    patch.setattr(steps, "slot", _same_half)
+
+
+def _plant_scatter(**policies: Any) -> Callable[[Patch], None]:
+    return lambda patch: patch.setattr(dense, "SCATTER", replace(dense.SCATTER, **policies))
+
+
+BUGS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
+    "a feeder does not wait for the buffer": (lambda p: p.setattr(turn, "wait", _no_wait), "ag_gemm fused", 2),
+    "the first feeder raises the flag": (lambda p: p.setattr(turn, "push_run", _hasty_push_run), "ag_gemm fused", 2),
+    "the first pusher raises the flag": (
+        lambda p: p.setattr(steps, "push_run", _hasty_push_run),
+        "gemm_rs pipelined",
+        2,
+    ),
+    "the first program gives back": (lambda p: p.setattr(gemm, "release", _hasty_release), "ag_gemm fused", 2),
+    "no tile waits for its slot": (_plant_scatter(wait=policy.wait_for_nothing), "gemm_rs fused", 2),
+    "a sum does not wait for a neighbour": (_plant_scatter(finish=_impatient_scatter_tile), "gemm_rs fused", 2),
+    "halves do not alternate": (_plant_same_half, "gemm_rs fused", 2),
+    "halves do not alternate, one_shot": (_plant_same_half, "gemm_ar one_shot", 2),
+    "halves are the plan's": (_plant_halves_by_plan, "gemm_rs fused", 2),
+    "flags are the plan's": (_plant_flags_by_plan, "gemm_rs fused", 3),
+}
+"""What is broken: how, and the protocol and world that show it."""
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug_is_found(monkeypatch: Patch, bug: str) -> None:
+    plant, protocol, world_size = BUGS[bug]
+    plant(monkeypatch)
+    with pytest.raises((DataRace, Deadlock, AssertionError)):
+        for seed in range(8):
+            simulate_protocol(protocol, world_size, seed)
+
+
+@pytest.mark.parametrize("protocol", ["ag_gemm fused", "gemm_rs fused", "gemm_ar one_shot"])
+def test_wrong_results_are_noticed(monkeypatch: Patch, protocol: str) -> None:
+    """The outputs are poisoned, and every one of them is compared."""
+    op = calls(protocol, 2)[0].op
+    monkeypatch.setattr(dense_protocols, op, lambda **arguments: None)
+    with pytest.raises(AssertionError, match=f"{op} fused .* NaN"):
+        simulate_protocol(protocol, 2, 0)
+
+
+def test_several_weights_and_gathered_rows_are_compared(monkeypatch: Patch) -> None:
+    call = next(call for call in PROTOCOLS["ag_gemm fused"] if call.num_weights > 1)
+    real = dense_protocols.ag_gemm
+
+    def wrong_rows(**arguments: Any) -> Any:
+        values, rows = real(**arguments)
+        return values, rows.flip(0)
+
+    def wrong_order(**arguments: Any) -> Any:
+        return real(**arguments | {"weight": arguments["weight"][::-1]})
+
+    (group,) = tileflux.local_groups(1)
+    call.run(group, 5)
+    for wrong, message in ((wrong_rows, "the gathered rows"), (wrong_order, "off by more than rounding")):
+        monkeypatch.setattr(dense_protocols, "ag_gemm", wrong)
+        with pytest.raises(AssertionError, match=message):
+            call.run(group, 5)
+    group.close()
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_calls_of_a_large_world_are_few_and_of_the_same_ops(protocol: str) -> None:
+    many, few = calls(protocol, 2), calls(protocol, 8)
+    assert many == PROTOCOLS[protocol] and 2 <= len(few) <= 3
+    assert {call.op for call in few} == {call.op for call in many}
+    for call in few:
+        rows = max(call.case(8, 0).sizes)
+        assert rows <= call.config.block_m * call.config.num_chunks and (call.config.num_chunks == 1 or rows > 256)
