@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 .PHONY: help demo test check clean
 
 help:
-	@echo 'make demo    ranks on this machine run every collective and check it'
+	@echo 'make demo    ranks on this machine run every op and check it'
 	@echo 'make test    ruff, mypy and all tests that need no GPU (PYTEST_ARGS="-k name" to choose)'
 	@echo 'make check   ruff and mypy alone'
 	@echo 'make clean   remove $(VENV) and caches'

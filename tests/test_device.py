@@ -34,6 +34,14 @@ def test_links() -> None:
     assert device.link(("here", "a"), ("there", "b")) == "network"
 
 
+def test_compute_capability_is_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities = {0: (8, 9), 1: (9, 0), 2: (12, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+    device.arch.cache_clear()
+    assert [device.arch(torch.device("cuda", index)) for index in capabilities] == [89, 90, 120]
+    device.arch.cache_clear()
+
+
 def test_no_tool_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device.subprocess, "run", _missing)
     assert device._nvidia_smi("topo", "-m") == ""

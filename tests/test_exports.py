@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[1]
 
 PUBLIC = {
     "CommConfig",
+    "Explanation",
     "FlagWrite",
+    "GemmConfig",
     "Group",
     "GroupBroken",
     "GroupClosed",
@@ -24,11 +26,16 @@ PUBLIC = {
     "TilefluxError",
     "TransportUnavailable",
     "__version__",
+    "ag_gemm",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "barrier",
     "broadcast",
+    "explain",
+    "gemm",
+    "gemm_ar",
+    "gemm_rs",
     "local_groups",
     "reduce_scatter",
 }

@@ -8,7 +8,7 @@ import torch
 import tileflux
 from tileflux import env
 from tileflux.kernels import launch
-from tileflux.kernels.launch import extents_table, on_host
+from tileflux.kernels.launch import DeviceTables, extents_table, on_host
 from tileflux.kernels.plan import gather_plan
 
 
@@ -29,6 +29,34 @@ def test_tables_are_kept_and_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.add(table.data_ptr())
     assert len(seen) == 4, "eleven plans, four rows"
     assert extents_table(group, plans[-1])[1].tolist() == list(plans[-1].table)
+
+
+def test_rows_are_filled_once_per_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_NUM_ROWS", 2)
+    tables = DeviceTables(torch.device("cpu"), 3)
+    asked: list[int] = []
+
+    def words(number: int) -> list[int]:
+        asked.append(number)
+        return [number, -number, 2**62 + number]
+
+    for number in (1, 2, 1, 2, 3, 3, 1):
+        row = tables.find(("key", number), lambda number=number: words(number))
+        assert row.tolist() == [number, -number, 2**62 + number] and row.dtype == torch.int64
+    assert asked == [1, 2, 3, 1], "the third took the place of the first two"
+
+
+def test_rows_that_a_graph_reads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_NUM_ROWS", 2)
+    tables = DeviceTables(torch.device("cpu"), 1)
+    kept = tables.find("captured", lambda: [7])
+    tables._captured.add("captured")
+    for number in range(5):
+        assert tables.find(number, lambda number=number: [number]).item() == number
+    assert kept.item() == 7 and tables.find("captured", lambda: pytest.fail("filled again")) is not None
+    tables._captured.add(4)
+    with pytest.raises(ValueError, match="CUDA graphs of this group hold 2 different lists"):
+        tables.find("one too many", lambda: [0])
 
 
 def test_the_backend_follows_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,13 +116,14 @@ def check_shapes(
     seed: int,
     shapes: Sequence[Shape] = GEMM_SHAPES,
     dtypes: Sequence[torch.dtype] = DENSE_DTYPES,
+    strategies: Sequence[str | None] = STRATEGIES,
 ) -> int:
-    """Every shape in every type and strategy, all else drawn; the number of calls."""
+    """Every shape in every type and strategy, all else drawn (a strategy that is None, too); the number of calls."""
     draws = random.Random(seed)
     num_calls = 0
     for shape in shapes:
         for dtype in dtypes:
-            for strategy in STRATEGIES:
+            for strategy in strategies:
                 case = drawn_case(op, group.world_size, shape, dtype, draws)
                 check_call(group, op, case, draws, **drawn_settings(op, draws, strategy))
                 num_calls += 1

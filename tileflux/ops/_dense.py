@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ __all__ = [
     "check_strategy",
     "choose",
     "config_from",
-    "config_numbers",
+    "config_text",
     "make_operands",
     "out_type",
     "product",
@@ -48,7 +48,7 @@ def check_dense(
     activation: str | None,
     group: Group | None = None,
 ) -> None:
-    """Refuse what no kernel takes, with what would be right."""
+    """Refuse what no kernel takes, with what would be right. Without a group, for ``gemm``."""
     _check_place(op, x, weight, bias, group)
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dim() != 2:
@@ -78,11 +78,11 @@ def check_dense(
 
 
 def _check_place(
-    op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group | None
+    op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Any
 ) -> None:
     tensors = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     for name, tensor in tensors.items():
-        if group is not None:
+        if op != "gemm":
             check_tensor(op, name, tensor, group)
         elif not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{op}: {name} should be a tensor, not {type(tensor).__name__}")
@@ -144,10 +144,12 @@ def row_major(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
 
 
-def refuse_gradient(op: str, why: str, *tensors: torch.Tensor | None) -> None:
+def refuse_gradient(op: str, x: torch.Tensor, activation: str | None, *others: torch.Tensor | None) -> None:
     """Refuse a call whose result would silently have no gradient."""
+    why = f"activation={activation!r}" if activation else "" if x.dtype in FLOATS else f"products of {x.dtype}"
+    tensors = (x, *others)
     if why and torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        raise ValueError(f"{op}: there is no gradient through {why}; apply it outside the call, or use torch.no_grad()")
+        raise ValueError(f"{op}: there is no gradient through {why}; do that outside the call, or use torch.no_grad()")
 
 
 def choose(problem: GemmProblem, strategy: str, config: GemmConfig | None) -> Choice:
@@ -165,16 +167,16 @@ def _say_once(op: str, strategy: str, reason: str) -> None:
     _log.info("%s runs %s: %s", op, strategy, reason)
 
 
-def config_numbers(config: GemmConfig | None) -> list[int]:
-    """A configuration as torch's dispatcher takes it; nothing for None."""
-    return [] if config is None else [0 if value is None else value for value in dataclasses.astuple(config)]
+def config_text(config: GemmConfig | None) -> str:
+    """A configuration as torch's dispatcher takes it; empty for None. An empty list would pass for one of tensors."""
+    return "" if config is None else " ".join(str(value or 0) for value in dataclasses.astuple(config))
 
 
-def config_from(numbers: Sequence[int]) -> GemmConfig | None:
-    """The inverse of ``config_numbers``."""
-    if not numbers:
+def config_from(text: str) -> GemmConfig | None:
+    """The inverse of ``config_text``."""
+    if not text:
         return None
-    *others, num_sms = numbers
+    *others, num_sms = map(int, text.split())
     return dataclasses.replace(GemmConfig(*others), num_sms=num_sms or None)
 
 

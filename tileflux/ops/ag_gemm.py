@@ -74,11 +74,11 @@ def ag_gemm(
     if rows[group.rank] != x.shape[0]:
         raise ValueError(f"ag_gemm: x has {x.shape[0]} rows but sizes[{group.rank}] is {rows[group.rank]}")
     kind = _dense.out_type("ag_gemm", x, out_dtype)
-    _dense.refuse_gradient("ag_gemm", f"activation={activation!r}" if activation else "", x, *weights, *biases)
+    _dense.refuse_gradient("ag_gemm", x, activation, *weights, *biases)
     scale_list: list[Any] = [_dense.as_scale(scale, x) for scale in scales]
     arguments = (
         x, weights, biases, _dense.as_scale(scale_x, x), scale_list, group.name, rows, activation or "", kind,
-        strategy, return_gathered, _dense.config_numbers(config),
+        strategy, return_gathered, _dense.config_text(config),
     )  # fmt: skip
     results = torch.ops.tileflux.ag_gemm(*arguments) if not outs else _run(*arguments, outs)
     gathered = results[len(weights) :]
@@ -89,6 +89,8 @@ def ag_gemm(
 def _as_list(name: str, given: Any, num_weights: int, single: bool) -> list[Any]:
     if given is None:
         return []
+    if not single and not isinstance(given, (list, tuple)):
+        raise ValueError(f"ag_gemm: weight is a sequence, so {name} should be a list too, not {type(given).__name__}")
     values = [given] if single else list(given)
     if len(values) != num_weights or any(value is None for value in values):
         raise ValueError(f"ag_gemm: {name} should be None or one for each of the {num_weights} weights")
@@ -108,7 +110,7 @@ def _run(
     out_dtype: torch.dtype,
     strategy: str,
     return_gathered: bool,
-    config: list[int],
+    config: str,
     outs: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     group, num_rows, depth = group_by_name(group_name), sum(rows), x.shape[1]
@@ -159,7 +161,7 @@ def _fake(
     out_dtype: torch.dtype,
     strategy: str,
     return_gathered: bool,
-    config: list[int],
+    config: str,
 ) -> list[torch.Tensor]:
     results = [x.new_empty((sum(rows), _width(weight, activation)), dtype=out_dtype) for weight in weights]
     return [*results, x.new_empty((sum(rows), x.shape[1]))] if return_gathered else results
@@ -177,7 +179,7 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     grad, weight = (typed[0], weights[0]) if len(weights) == 1 else (torch.cat(typed, dim=1), torch.cat(weights))
     # All ranks make the same calls, whatever each of them needs.
     grad_x = torch.ops.tileflux.gemm_rs(
-        grad, weight.t(), None, None, None, ctx.group, ctx.rows, x.dtype, ctx.strategy, []
+        grad, weight.t(), None, None, None, ctx.group, ctx.rows, x.dtype, ctx.strategy, ""
     )
     if ctx.return_gathered:
         grad_x = grad_x + torch.ops.tileflux.reduce_scatter(grads[-1], ctx.group, ctx.rows)
@@ -191,7 +193,7 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
 
 register(
     "ag_gemm(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? scale_x, Tensor[] scale_weights, str group, "
-    "SymInt[] rows, str activation, ScalarType out_dtype, str strategy, bool return_gathered, int[] config) "
+    "SymInt[] rows, str activation, ScalarType out_dtype, str strategy, bool return_gathered, str config) "
     "-> Tensor[]",
     _run,
     _fake,

@@ -46,13 +46,13 @@ def gemm(
     _dense.check_dense("gemm", x, weight, bias, scale_x, scale_weight, activation)
     _dense.check_strategy("gemm", "auto", config)
     kind = _dense.out_type("gemm", x, out_dtype)
-    _dense.refuse_gradient("gemm", f"activation={activation!r}" if activation else "", x, weight, bias)
+    _dense.refuse_gradient("gemm", x, activation, weight, bias)
     scales = _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x)
-    numbers = _dense.config_numbers(config)
+    text = _dense.config_text(config)
     if out is None:
-        result: torch.Tensor = torch.ops.tileflux.gemm(x, weight, bias, *scales, activation or "", kind, numbers)
+        result: torch.Tensor = torch.ops.tileflux.gemm(x, weight, bias, *scales, activation or "", kind, text)
         return result
-    return _run(x, weight, bias, *scales, activation or "", kind, numbers, out)
+    return _run(x, weight, bias, *scales, activation or "", kind, text, out)
 
 
 @eager_only
@@ -64,7 +64,7 @@ def _run(
     scale_weight: torch.Tensor | None,
     activation: str,
     out_dtype: torch.dtype,
-    config: list[int],
+    config: str,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     num_columns = weight.shape[0] // 2 if activation == "swiglu" else weight.shape[0]
@@ -85,7 +85,7 @@ def _fake(
     scale_weight: torch.Tensor | None,
     activation: str,
     out_dtype: torch.dtype,
-    config: list[int],
+    config: str,
 ) -> torch.Tensor:
     num_columns = weight.shape[0] // 2 if activation == "swiglu" else weight.shape[0]
     return x.new_empty((x.shape[0], num_columns), dtype=out_dtype)
@@ -101,7 +101,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     typed = grad.to(x.dtype)
-    grad_x = torch.ops.tileflux.gemm(typed, weight.t(), None, None, None, "", x.dtype, []) if needs_x else None
+    grad_x = torch.ops.tileflux.gemm(typed, weight.t(), None, None, None, "", x.dtype, "") if needs_x else None
     grad_weight = _dense.product(typed.t(), x, weight.dtype) if needs_weight else None
     grad_bias = grad.float().sum(0).to(ctx.bias_dtype) if needs_bias else None
     return grad_x, grad_weight, grad_bias, None, None, None, None, None
@@ -109,7 +109,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 register(
     "gemm(Tensor x, Tensor weight, Tensor? bias, Tensor? scale_x, Tensor? scale_weight, str activation, "
-    "ScalarType out_dtype, int[] config) -> Tensor",
+    "ScalarType out_dtype, str config) -> Tensor",
     _run,
     _fake,
     _setup_context,

@@ -58,13 +58,14 @@ def gemm_ar(
     """
     _dense.check_dense("gemm_ar", x, weight, bias, scale_x, scale_weight, None, group)
     _dense.check_strategy("gemm_ar", strategy, config)
+    _dense.refuse_gradient("gemm_ar", x, None, weight, bias)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"gemm_ar: algorithm={algorithm!r} is not one of {', '.join(ALGORITHMS)}")
     if strategy == "pipelined" and algorithm == "one_shot":
         raise ValueError("gemm_ar: strategy='pipelined' sends finished shards, which is two_shot; leave algorithm away")
     arguments = (
         x, weight, bias, _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x), group.name, algorithm,
-        _dense.out_type("gemm_ar", x, out_dtype), strategy, _dense.config_numbers(config),
+        _dense.out_type("gemm_ar", x, out_dtype), strategy, _dense.config_text(config),
     )  # fmt: skip
     if out is None:
         result: torch.Tensor = torch.ops.tileflux.gemm_ar(*arguments)
@@ -83,7 +84,7 @@ def _run(
     algorithm: str,
     out_dtype: torch.dtype,
     strategy: str,
-    config: list[int],
+    config: str,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     group, num_rows, num_columns = group_by_name(group_name), x.shape[0], weight.shape[0]
@@ -129,7 +130,7 @@ def _fake(
     algorithm: str,
     out_dtype: torch.dtype,
     strategy: str,
-    config: list[int],
+    config: str,
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
 
@@ -144,7 +145,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     # As of all_reduce: every rank's result is its own, and the losses of all ranks count.
     total = torch.ops.tileflux.all_reduce(grad.to(x.dtype), ctx.group, "auto")
-    grad_x = torch.ops.tileflux.gemm(total, weight.t(), None, None, None, "", x.dtype, [])
+    grad_x = torch.ops.tileflux.gemm(total, weight.t(), None, None, None, "", x.dtype, "")
     grad_weight = _dense.product(total.t(), x, weight.dtype) if ctx.needs_input_grad[1] else None
     grad_bias = total.float().sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
     return grad_x, grad_weight, grad_bias, *([None] * 7)
@@ -152,7 +153,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 register(
     "gemm_ar(Tensor x, Tensor weight, Tensor? bias, Tensor? scale_x, Tensor? scale_weight, str group, str algorithm, "
-    "ScalarType out_dtype, str strategy, int[] config) -> Tensor",
+    "ScalarType out_dtype, str strategy, str config) -> Tensor",
     _run,
     _fake,
     _setup_context,

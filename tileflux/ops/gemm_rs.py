@@ -57,13 +57,14 @@ def gemm_rs(
     """
     _dense.check_dense("gemm_rs", x, weight, bias, scale_x, scale_weight, None, group)
     _dense.check_strategy("gemm_rs", strategy, config)
+    _dense.refuse_gradient("gemm_rs", x, None, weight, bias)
     if sizes is None:
         rows = split_rows(x.shape[0], group.world_size)
     else:
         rows = check_sizes("gemm_rs", "sizes", sizes, group, total=x.shape[0])
     arguments = (
         x, weight, bias, _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x), group.name, list(rows),
-        _dense.out_type("gemm_rs", x, out_dtype), strategy, _dense.config_numbers(config),
+        _dense.out_type("gemm_rs", x, out_dtype), strategy, _dense.config_text(config),
     )  # fmt: skip
     if out is None:
         result: torch.Tensor = torch.ops.tileflux.gemm_rs(*arguments)
@@ -82,7 +83,7 @@ def _run(
     rows: list[int],
     out_dtype: torch.dtype,
     strategy: str,
-    config: list[int],
+    config: str,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     group, num_columns = group_by_name(group_name), weight.shape[0]
@@ -109,7 +110,7 @@ def _fake(
     rows: list[int],
     out_dtype: torch.dtype,
     strategy: str,
-    config: list[int],
+    config: str,
 ) -> torch.Tensor:
     return x.new_empty((rows[group_by_name(group).rank], weight.shape[0]), dtype=out_dtype)
 
@@ -123,7 +124,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     grad_x, gathered = torch.ops.tileflux.ag_gemm(
-        grad.to(x.dtype), [weight.t()], [], None, [], ctx.group, ctx.rows, "", x.dtype, ctx.strategy, True, []
+        grad.to(x.dtype), [weight.t()], [], None, [], ctx.group, ctx.rows, "", x.dtype, ctx.strategy, True, ""
     )
     grad_weight = _dense.product(gathered.t(), x, weight.dtype) if ctx.needs_input_grad[1] else None
     # Every rank holds a copy of the one bias, and all copies get its gradient, so that they stay alike.
@@ -133,7 +134,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 register(
     "gemm_rs(Tensor x, Tensor weight, Tensor? bias, Tensor? scale_x, Tensor? scale_weight, str group, SymInt[] rows, "
-    "ScalarType out_dtype, str strategy, int[] config) -> Tensor",
+    "ScalarType out_dtype, str strategy, str config) -> Tensor",
     _run,
     _fake,
     _setup_context,

@@ -72,11 +72,14 @@ def problem_for(
 def _strategy(problem: GemmProblem) -> tuple[str, str]:
     if problem.world_size == 1:
         return "sequential", "one rank has nothing to wait for"
-    if 0 in (problem.m, problem.k) or (problem.n == 0 and problem.op != "ag_gemm"):
+    # What all ranks share: of ag_gemm not N, of the others not K, which may be 0 on some ranks and not on others.
+    if problem.m == 0 or (problem.k if problem.op == "ag_gemm" else problem.n) == 0:
         return "sequential", "there is nothing to multiply"
     if problem.arch and problem.rows_per_rank < 128:
         return "sequential", f"{problem.rows_per_rank} rows per rank are less than one tile of 128: nothing to overlap"
-    return "fused", f"{problem.rows_per_rank} rows per rank: tiles can start while other rows are still on their way"
+    how = "can start while other rows are" if problem.op == "ag_gemm" else "leave, finished, while others are"
+    what = "still on their way" if problem.op == "ag_gemm" else "still multiplied"
+    return "fused", f"{problem.rows_per_rank} rows per rank: tiles {how} {what}"
 
 
 def _tiles(problem: GemmProblem) -> GemmConfig:

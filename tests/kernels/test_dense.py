@@ -1,0 +1,175 @@
+"""The dense ops in their strategies: the same numbers from all, and no schedule that breaks the protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import tileflux
+from tileflux import GemmConfig, env
+from tileflux.kernels import dense, library
+from tileflux.kernels.dense import gather_rows, run_gather, run_scatter, run_spread
+from tileflux.kernels.operands import Operands
+from tileflux.symm.group import Group
+from tileflux.testing import poisoned, run_ranks
+from tileflux.testing.dense_protocols import PROTOCOLS, Call, simulate_protocol
+
+CONFIG = GemmConfig(block_m=16, block_n=16, block_k=16, num_warps=4, num_chunks=2)
+STRATEGIES = ("sequential", "pipelined", "fused")
+interpreted = pytest.mark.skipif(not env.interpreting(), reason="kernels were not decorated for the interpreter")
+
+NUM_SEEDS = {1: 1, 2: 10, 3: 4, 4: 2}
+"""More is for ``scripts/simulate-dense``."""
+
+
+@interpreted
+@pytest.mark.parametrize("world_size", NUM_SEEDS)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_every_schedule_gives_the_right_result(protocol: str, world_size: int) -> None:
+    for seed in range(NUM_SEEDS[world_size]):
+        simulate_protocol(protocol, world_size, seed)
+
+
+@interpreted
+@pytest.mark.parametrize("protocol", ["ag_gemm fused", "gemm_rs fused", "gemm_ar one_shot", "mixed"])
+def test_every_schedule_of_a_large_world_gives_the_right_result(protocol: str) -> None:
+    simulate_protocol(protocol, 8, 0)
+
+
+def draw(seed: int, *shape: int, largest: int = 2) -> torch.Tensor:
+    """Small whole numbers: every sum of their products is exact, so all strategies must agree to the bit."""
+    return torch.randint(-largest, largest + 1, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def _gather_all_ways(group: Group, dtype: torch.dtype, seed: int) -> int:
+    """Ragged rows, two weights of different widths, scales that travel with the rows, and the rows themselves."""
+    rank, rows, depth = group.rank, (20, 0, 7, 300)[: group.world_size], 24
+    is_scaled = dtype == torch.int8
+    whole, scale = draw(seed, sum(rows), depth), draw(seed + 1, sum(rows)).abs() + 1
+    mine = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+    weights = [draw(seed + 2 + 10 * rank + index, width, depth) for index, width in enumerate((18, 40))]
+    exact = [(scale[:, None] if is_scaled else 1.0) * (whole @ weight.t()) for weight in weights]
+    num_checked = 0
+    for strategy in STRATEGIES:
+        for wants_rows in (False, True):
+            parts = [
+                Operands(
+                    whole[mine].to(dtype), weight.to(dtype), poisoned(right.shape, torch.float32),
+                    scale_x=scale[mine] if is_scaled else None,
+                )
+                for weight, right in zip(weights, exact, strict=True)
+            ]  # fmt: skip
+            gathered = poisoned(whole.shape, dtype) if wants_rows else None
+            run_gather(group, parts, rows, strategy, CONFIG, gathered)
+            for part, right in zip(parts, exact, strict=True):
+                assert torch.equal(part.out, right), f"{strategy}, with rows: {wants_rows}"
+                num_checked += 1
+            assert gathered is None or torch.equal(gathered.float(), whole)
+    return num_checked
+
+
+def _scatter_all_ways(group: Group, dtype: torch.dtype, seed: int) -> int:
+    rank, rows, width = group.rank, (20, 0, 33, 2)[: group.world_size], 40
+    xs = [draw(seed + source, sum(rows), 16 + source) for source in range(group.world_size)]
+    weights = [draw(seed + 10 + source, width, 16 + source) for source in range(group.world_size)]
+    bias = draw(seed + 20, width)
+    exact = bias + sum(x @ weight.t() for x, weight in zip(xs, weights, strict=True))
+    mine = Operands(
+        xs[rank].to(dtype), weights[rank].to(dtype), torch.empty(0), bias=bias, adds_bias=rank == 0
+    )
+    for strategy in STRATEGIES:
+        out = poisoned((rows[rank], width), torch.float32)
+        run_scatter(group, dataclasses.replace(mine, out=out), rows, strategy, CONFIG)
+        first = sum(rows[:rank])
+        assert torch.equal(out, exact[first : first + rows[rank]]), strategy
+        everything = poisoned(exact.shape, torch.float32)
+        gather_rows(group, "test", out, everything, rows)
+        assert torch.equal(everything, exact), strategy
+    out = poisoned(exact.shape, torch.float32)
+    run_spread(group, dataclasses.replace(mine, out=out), CONFIG)
+    assert torch.equal(out, exact)
+    return len(STRATEGIES) + 1
+
+
+def _all_ways(group: Group, seed: int, backend: str, dtypes: tuple[torch.dtype, ...]) -> int:
+    with env.scoped({"TILEFLUX_CPU_BACKEND": backend}):
+        return sum(run(group, dtype, seed) for run in (_gather_all_ways, _scatter_all_ways) for dtype in dtypes)
+
+
+@pytest.mark.parametrize(
+    ("backend", "world_size", "dtypes"),
+    [
+        ("host", 4, (torch.float32, torch.bfloat16, torch.int8)),
+        pytest.param("interpret", 3, (torch.bfloat16, torch.int8), marks=interpreted),
+    ],
+)
+def test_all_strategies_agree_to_the_bit(backend: str, world_size: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    if backend == "interpret":
+        from tileflux.testing import interpreter
+
+        interpreter.install()
+    seed = int(torch.randint(2**20, ()))
+    counts = run_ranks(_all_ways, world_size, args=(seed, backend, dtypes), timeout_s=120)
+    assert counts == [len(dtypes) * (12 + 4)] * world_size
+
+
+def _host_meets_kernel(group: Group, seed: int) -> None:
+    """Even ranks run the host twin, odd ranks the kernel."""
+    with env.scoped({"TILEFLUX_CPU_BACKEND": "interpret" if group.rank % 2 else "host"}):
+        config = dataclasses.replace(CONFIG, num_sms=None)
+        for call in (
+            Call("ag_gemm", 20, ragged=True, config=config),
+            Call("gemm_rs", 20, columns=40, config=config),
+            Call("gemm_ar", 20, columns=40, algorithm="one_shot", config=config),
+            Call("ag_gemm", 5, dtype=torch.int8, scales="channel", num_weights=2, config=config),
+            Call("gemm_rs", 3, ragged=True, config=config),
+            Call("gemm_ar", 3, algorithm="two_shot", config=config),
+        ):
+            call.run(group, seed)
+
+
+@interpreted
+def test_host_twin_and_kernel_speak_the_same_protocol() -> None:
+    from tileflux.testing import interpreter
+
+    interpreter.install()
+    run_ranks(_host_meets_kernel, 3, args=(int(torch.randint(2**20, ())),), timeout_s=120)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_rank_multiplies_and_copies(strategy: str) -> None:
+    (group,) = tileflux.local_groups(1)
+    x, weight = draw(1, 9, 8), draw(2, 5, 8)
+    out, rows = poisoned((9, 5), torch.float32), poisoned((9, 8), torch.float32)
+    run_gather(group, [Operands(x, weight, out)], (9,), strategy, CONFIG, rows)
+    assert torch.equal(out, x @ weight.t()) and torch.equal(rows, x)
+    out = poisoned((9, 5), torch.float32)
+    run_scatter(group, Operands(x, weight, out), (9,), strategy, CONFIG)
+    assert torch.equal(out, x @ weight.t())
+    group.close()
+
+
+def _tiles_of_products(group: Group) -> set[tuple[int, int]]:
+    """(block_m, block_n) of every product of the pipelined strategies."""
+    seen = set()
+    real = library.multiply
+
+    def multiply(operands: Operands, config: GemmConfig) -> None:
+        seen.add((config.block_m, config.block_n))
+        real(operands, config)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense.library, "multiply", multiply)
+        for op in ("ag_gemm", "gemm_rs"):
+            Call(op, 3, strategy="pipelined", config=CONFIG).run(group, 0)
+    return seen
+
+
+@interpreted
+def test_pipelined_products_have_the_tiles_they_were_given() -> None:
+    """One announcement per shard is no reason for one tile per shard, which no GPU has the registers for."""
+    from tileflux.testing.simulator import simulate
+
+    assert simulate(_tiles_of_products, 2, seed=0) == [{(16, 16)}] * 2

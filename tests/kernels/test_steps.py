@@ -1,0 +1,134 @@
+"""The protocol in single steps: rows fed and awaited, shards pushed and summed, under random schedules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tileflux import env
+from tileflux.config import CONTROL, GemmConfig
+from tileflux.errors import Deadlock
+from tileflux.kernels import steps
+from tileflux.kernels.turns import gather_shards, scatter_shards, turn
+from tileflux.symm.group import Group
+from tileflux.testing import poisoned
+
+pytestmark = pytest.mark.skipif(not env.interpreting(), reason="kernels were not decorated for the interpreter")
+
+CONFIG = GemmConfig(block_m=1024, block_n=1024)
+
+
+def simulate(function: object, world_size: int, seed: int, *args: object) -> list:
+    """As the simulator's, which cannot be imported where kernels are compiled."""
+    from tileflux.testing import simulator
+
+    return simulator.simulate(function, world_size, seed=seed, args=args)
+
+
+def _gather(group: Group, rows: tuple[int, ...], depth: int, num_chunks: int, num_feeders: int, seed: int) -> None:
+    """Two calls: the second must not overwrite what the first still reads."""
+    world_size, rank = group.world_size, group.rank
+    here = turn(group, gather_shards("ag_gemm", rows, 2 * depth, True, num_chunks))
+    for call in range(2):
+        generator = torch.Generator().manual_seed(seed + call)
+        xs = [torch.randn(count, depth, generator=generator).to(torch.bfloat16) for count in rows]
+        scales = [torch.rand(count, generator=generator) for count in rows]
+        steps.launch_feed(here, xs[rank], scales[rank], num_feeders, world_size)
+        for source in range(world_size):
+            for chunk in range(here.plan.num_chunks):
+                if source != rank and here.plan.chunk(source, chunk):
+                    steps.launch_await(here, source, chunk, world_size)
+            first = here.plan.first_rows[source]
+            if source != rank:
+                arrived = here.gathered(torch.bfloat16, depth)[first : first + rows[source]]
+                assert torch.equal(arrived, xs[source])
+                assert torch.equal(here.gathered_scales()[first : first + rows[source]], scales[source])
+        steps.launch_release(here, world_size)
+        assert here.epoch() == call + 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_chunks", "num_feeders"), [((5, 3), 1, 1), ((300, 0, 260), 2, 2), ((1, 7, 2, 4), 1, 3)]
+)
+def test_rows_that_are_fed_can_be_awaited(rows: tuple[int, ...], num_chunks: int, num_feeders: int) -> None:
+    for seed in range(3):
+        simulate(_gather, len(rows), seed, rows, 3, num_chunks, num_feeders, seed)
+
+
+def _scatter(group: Group, rows: tuple[int, ...], width: int, dtype: torch.dtype, num_programs: int, seed: int) -> None:
+    """Three calls: the third comes back to the half of the first."""
+    world_size, rank = group.world_size, group.rank
+    here = turn(group, scatter_shards("gemm_rs", rows, width, dtype.itemsize, CONFIG))
+    for call in range(3):
+        generator = torch.Generator().manual_seed(seed + call)
+        partials = torch.randn(world_size, sum(rows), width, generator=generator).to(dtype)
+        for owner in range(world_size):
+            place = slice(here.plan.first_rows[owner], here.plan.first_rows[owner] + rows[owner])
+            steps.launch_push(here, partials[rank][place], owner, num_programs, world_size)
+        total = torch.zeros(sum(rows), width)
+        for partial in partials:
+            total += partial.float()
+        out = poisoned((rows[rank], width), dtype)
+        steps.launch_sum(here, out, num_programs, world_size)
+        first = here.plan.first_rows[rank]
+        assert torch.equal(out, total[first : first + rows[rank]].to(dtype))
+        assert here.epoch() == call + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "width", "num_programs"), [((5, 3), 7, 1), ((0, 700, 2), 3, 2), ((2, 2, 2, 2), 8, 3)])
+def test_shards_that_are_pushed_are_summed_in_rank_order(
+    dtype: torch.dtype, rows: tuple[int, ...], width: int, num_programs: int
+) -> None:
+    for seed in range(2):
+        simulate(_scatter, len(rows), seed, rows, width, dtype, num_programs, seed)
+
+
+def _one_does_not_push(group: Group) -> None:
+    here = turn(group, scatter_shards("gemm_rs", (2, 2), 4, 4, CONFIG))
+    if group.rank == 0:
+        steps.launch_push(here, torch.zeros(2, 4), 0, 1, 2)
+        steps.launch_sum(here, torch.zeros(2, 4), 1, 2)
+
+
+def test_a_sum_waits_for_every_source() -> None:
+    with pytest.raises(Deadlock, match=r"rank 0 gemm_rs\.flags\.0 of rank 1 to reach 1; it stands at 0"):
+        simulate(_one_does_not_push, 2, 0)
+
+
+def _one_does_not_feed(group: Group) -> None:
+    here = turn(group, gather_shards("ag_gemm", (2, 2), 8, False, 1))
+    if group.rank == 0:
+        steps.launch_await(here, 1, 0, 2)
+
+
+def test_an_await_waits_for_the_chunk() -> None:
+    with pytest.raises(Deadlock, match=r"rank 0 ag_gemm\.flags\.0 of rank 1 to reach 1; it stands at 0"):
+        simulate(_one_does_not_feed, 2, 0)
+
+
+def _one_is_not_released(group: Group) -> None:
+    here = turn(group, gather_shards("ag_gemm", (2, 2), 8, False, 1))
+    for _ in range(2):
+        steps.launch_feed(here, torch.zeros(2, 2), None, 1, 2)
+        if group.rank == 0:
+            steps.launch_release(here, 2)
+
+
+def test_feeding_waits_until_the_peer_has_finished_the_call_before() -> None:
+    with pytest.raises(Deadlock, match=r"rank 0 ag_gemm\.control\.ack\[rank 1\] to reach 1; it stands at 0"):
+        simulate(_one_is_not_released, 2, 0)
+
+
+def _load(group: Group) -> None:
+    scattered = turn(group, scatter_shards("gemm_rs", (4, 4), 8, 2, CONFIG))
+    x = torch.zeros(4, 8, dtype=torch.bfloat16)
+    steps.load(scattered, x, torch.zeros(4), x, group.world_size)
+    steps.load(scattered, x, None, x, group.world_size)
+    for region in (scattered._control, scattered._flags, scattered._data):
+        assert region.view().eq(0).all(), "a launch with nothing to do did something"
+    assert scattered._control.view(dtype=torch.int32)[CONTROL.epoch] == 0
+
+
+def test_loading_does_nothing() -> None:
+    simulate(_load, 2, 0)

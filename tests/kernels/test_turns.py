@@ -1,0 +1,183 @@
+"""Plans of fused ops in numbers; regions that grow under them; and the protocol's words as the host uses them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tileflux
+from tileflux.config import CONTROL, MAX_CHUNKS, TABLE, GemmConfig
+from tileflux.errors import PeerTimeout
+from tileflux.kernels import turns
+from tileflux.kernels.turns import ShardPlan, Turn, gather_shards, scatter_shards, spread_shards, turn
+from tileflux.symm.group import Group
+
+CONFIG = GemmConfig(block_m=16, block_n=32)
+rows = st.lists(st.integers(0, 5000) | st.just(0), min_size=1, max_size=16).filter(any).map(tuple)
+
+
+@given(rows=rows, row_bytes=st.integers(1, 300), scaled=st.booleans(), num_chunks=st.integers(1, MAX_CHUNKS))
+def test_gathered_rows_are_cut_into_whole_tiles(
+    rows: tuple[int, ...], row_bytes: int, scaled: bool, num_chunks: int
+) -> None:
+    plan = gather_shards("op", rows, row_bytes, scaled, num_chunks)
+    assert 1 <= plan.num_chunks <= num_chunks and plan.num_flags == MAX_CHUNKS
+    assert plan.chunk_rows % 256 == 0 or plan.num_chunks == 1
+    for rank, count in enumerate(rows):
+        chunks = [plan.chunk(rank, index) for index in range(plan.num_chunks)]
+        assert [row for chunk in chunks for row in chunk] == list(range(count))
+        assert plan.first_rows[rank] == sum(rows[:rank])
+    assert plan.chunk(rows.index(max(rows)), plan.num_chunks - 1), "a chunk that nobody has"
+    if scaled:
+        assert plan.scales >= sum(rows) * row_bytes and plan.scales % 4 == 0
+        assert plan.data_bytes == plan.scales + 4 * sum(rows)
+    else:
+        assert plan.data_bytes == sum(rows) * row_bytes
+
+
+@given(rows=rows, num_columns=st.integers(1, 300), itemsize=st.sampled_from([2, 4]))
+def test_slots_hold_the_longest_shard_twice_for_every_source(
+    rows: tuple[int, ...], num_columns: int, itemsize: int
+) -> None:
+    plan = scatter_shards("op", rows, num_columns, itemsize, CONFIG)
+    assert plan.slot_bytes >= max(rows) * num_columns * itemsize and plan.slot_bytes % 16 == 0
+    assert plan.data_bytes % 512 == 0 and plan.data_bytes // 2 >= len(rows) * plan.slot_bytes
+    assert (plan.num_chunks, plan.chunk_rows) == (1, max(rows))
+    assert plan.num_flags == -(-max(rows) // 16) * -(-num_columns // 32)
+    spread = spread_shards("op", len(rows), sum(rows), num_columns, itemsize, CONFIG)
+    assert spread.slot_bytes >= sum(rows) * num_columns * itemsize and spread.chunk_rows == sum(rows)
+    assert spread.data_bytes // 2 >= len(rows) * spread.slot_bytes
+    assert spread.num_flags == -(-sum(rows) // 16) * -(-num_columns // 32)
+
+
+def make_turns(groups: list[Group], plan: ShardPlan) -> list[Turn]:
+    """Of all ranks."""
+    return [turn(group, plan) for group in groups]
+
+
+def test_a_plan_is_found_again_and_regions_grow_under_the_next() -> None:
+    groups = tileflux.local_groups(2)
+    small = scatter_shards("gemm_rs", (4, 4), 16, 2, CONFIG)
+    large = scatter_shards("gemm_rs", (400, 4), 160, 2, CONFIG)
+    before = make_turns(groups, small)
+    assert [turn(group, small) for group in groups] == before
+    after = make_turns(groups, large)
+    assert after[0]._control is before[0]._control, "all plans of an op count together"
+    for region, other in ((after[0]._data, before[0]._data), (after[0]._flags, before[0]._flags)):
+        assert region.nbytes > other.nbytes and region.address(0) != other.address(0)
+    assert turn(groups[0], small) is before[0], "work in flight uses the old memory"
+    between = make_turns(groups, scatter_shards("gemm_rs", (5, 5), 16, 2, CONFIG))
+    assert between[0]._data is after[0]._data and between[0]._flags is after[0]._flags
+    assert between[0]._half_bytes == after[0]._half_bytes, "plans of one region agree on where its halves are"
+    other = make_turns(groups, gather_shards("ag_gemm", (4, 4), 16, False, 1))
+    assert other[0]._control is not before[0]._control, "ops do not share their memory"
+
+
+def test_tables_say_where_everything_is() -> None:
+    groups = tileflux.local_groups(3)
+    plan = gather_shards("ag_gemm", (300, 0, 700), 40, True, 2)
+    for rank, made in enumerate(make_turns(groups, plan)):
+        words = made.table.tolist()
+        assert made.table.data_ptr() == made.table.data_ptr() and len(words) == TABLE.num_words(3)
+        assert words[TABLE.rank] == rank and words[TABLE.guard] == groups[rank].guard.table.data_ptr()
+        assert (words[TABLE.num_chunks], words[TABLE.chunk_rows], words[TABLE.scales]) == (2, 512, plan.scales)
+        assert words[TABLE.op] == groups[rank].guard.op_number("ag_gemm")
+        arrays = [words[TABLE.arrays + 3 * index :][:3] for index in range(5)]
+        regions = (made._control, made._flags, made._data)
+        addresses = [[region.address(peer) for peer in range(3)] for region in regions]
+        assert arrays == [[300, 0, 700], [0, 300, 300], *addresses]
+
+
+def test_tables_follow_a_plan_whose_memory_has_been_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that was forgotten comes back to the op's largest region, which may lie at the same offset as the old."""
+    monkeypatch.setattr(turns, "_MAX_TURNS", 2)
+    groups = tileflux.local_groups(2)
+    plans = [gather_shards("ag_gemm", (count, count), 1000, False, 1) for count in (100, 1000, 2000, 100)]
+    for plan in plans:
+        for group in groups:
+            made = turn(group, plan)
+            begin = TABLE.arrays + 4 * 2
+            assert made.table.tolist()[begin : begin + 2] == [made._data.address(rank) for rank in range(2)]
+
+
+def test_views_lie_where_the_plan_says() -> None:
+    groups = tileflux.local_groups(2)
+    gather, _ = make_turns(groups, gather_shards("ag_gemm", (3, 5), 12, True, 1))
+    assert gather.gathered(torch.float32, 3).shape == (8, 3)
+    assert gather.gathered(torch.float32, 3).data_ptr() == gather._data.address(0)
+    assert gather.rows_at(1, torch.float32, 3).data_ptr() == gather._data.address(1)
+    assert gather.gathered_scales().data_ptr() == gather._data.address(0) + 256
+    assert gather.scales_at(1).data_ptr() == gather._data.address(1) + 256 and len(gather.scales_at(1)) == 8
+    mine, _ = make_turns(groups, scatter_shards("gemm_rs", (3, 5), 6, 2, CONFIG))
+    slots = {}
+    for epoch in range(4):
+        mine._control.view(dtype=torch.int32)[CONTROL.epoch] = epoch
+        slots[epoch] = [mine.slot(1, source, torch.float16, 6).data_ptr() - mine._data.address(1) for source in (0, 1)]
+    assert slots[0] == slots[2] == [0, 64] and slots[1] == slots[3] == [256, 256 + 64]
+
+
+def test_flags_and_epochs_go_from_rank_to_rank() -> None:
+    groups = tileflux.local_groups(3, timeout_s=5.0)
+    made = make_turns(groups, gather_shards("ag_gemm", (4, 4, 4), 16, False, 1))
+    waiter, source = made[2], made[1]
+    assert [each.epoch() for each in made] == [0, 0, 0]
+    for each in made:
+        each.wait_for_buffer(0 if each is not made[0] else 1, calls_ago=1)
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (waiter.wait_for_flag(1, 5), done.set()))
+    thread.start()
+    source.raise_flag(2, 4)
+    made[0].raise_flag(2, 5)
+    time.sleep(0.05)
+    assert not done.is_set(), "another flag, or another rank's, was taken for the one waited for"
+    source.raise_flag(2, 5)
+    thread.join(5)
+    assert done.is_set()
+    assert source.flag(2, 5).item() == 1 and source.flag(2, 3).item() == 0
+    source.release()
+    assert [each.epoch() for each in made] == [0, 1, 0]
+    waiter.wait_for_buffer(1, calls_ago=0)
+    acks = [each._control.view(dtype=torch.int32)[CONTROL.ack :][:3].tolist() for each in made]
+    assert acks == [[0, 1, 0], [0, 0, 0], [0, 1, 0]]
+
+
+def test_epochs_pass_the_largest_number() -> None:
+    groups = tileflux.local_groups(2, timeout_s=5.0)
+    first, second = make_turns(groups, gather_shards("ag_gemm", (4, 4), 16, False, 1))
+    for each in (first, second):
+        words = each._control.view(dtype=torch.int32)
+        words[CONTROL.epoch] = words[CONTROL.ack : CONTROL.ack + 2] = 2**31 - 1
+    first.raise_flag(1, 0)
+    second.wait_for_flag(0, 0)
+    assert first.flag(1, 0).item() == -(2**31)
+    for each in (first, second):
+        each.release()
+    assert first.epoch() == second.epoch() == -(2**31)
+    for calls_ago in (1, 2):
+        first.wait_for_buffer(1, calls_ago=calls_ago)
+
+
+def test_a_wait_in_vain_names_what_it_waited_for() -> None:
+    plan = gather_shards("ag_gemm", (4, 4, 4), 16, False, 1)
+    for wait, flag, wanted in (
+        (lambda each: each.wait_for_flag(2, 3), "ag_gemm.flags.3 of rank 2", 1),
+        (lambda each: each.wait_for_buffer(2, calls_ago=0), "ag_gemm.control.ack[rank 2]", 1),
+    ):
+        groups = tileflux.local_groups(3, timeout_s=0.1)
+        waiting = make_turns(groups, plan)[0]
+        with pytest.raises(PeerTimeout) as caught:
+            wait(waiting)
+        error = caught.value
+        assert (error.op, error.rank, error.waited_for, error.flag) == ("ag_gemm", 0, 2, flag)
+        assert (error.wanted, error.seen) == (wanted, 0)
+
+
+def test_words_in_words() -> None:
+    texts = [turns._describe_control(4 * index) for index in range(4)]
+    assert texts == ["epoch", "done", "ack[rank 0]", "ack[rank 1]"]
+    assert turns._describe_flag(4, 4 * 11) == "2 of rank 3"

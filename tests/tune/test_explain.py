@@ -1,0 +1,90 @@
+"""explain says what a call then does, and how much memory it then holds."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import tileflux
+from tileflux import Explanation, explain
+from tileflux.symm.group import Group
+from tileflux.testing import run_ranks
+from tileflux.testing.dense import ag_case, rs_case
+
+REGIONS = {
+    ("ag_gemm", ""): "ag_gemm.data",
+    ("gemm_rs", ""): "gemm_rs.data",
+    ("gemm_ar", "one_shot"): "gemm_ar.data",
+    ("gemm_ar", "two_shot"): "gemm_rs.data",
+}
+
+
+def _as_explained(group: Group, op: str, shape: tuple[int, int, int], dtype: torch.dtype, options: Any) -> Explanation:
+    m, n, k = shape
+    rank, world_size = group.rank, group.world_size
+    case = ag_case(world_size, shape, dtype, 1) if op == "ag_gemm" else rs_case(world_size, shape, dtype, 1)
+    own = (m, len(case.weights[rank]), k) if op == "ag_gemm" else (m, n, case.xs[rank].shape[1])
+    before = group.memory_summary().heap_bytes
+    told = explain(op, *own, group=group, dtype=dtype, **options)
+    assert group.memory_summary().heap_bytes == before
+    getattr(tileflux, op)(**case.arguments(op, rank), group=group, **options)
+    held = group.memory_summary().region_bytes
+    region = REGIONS[op, told.algorithm]
+    assert held.get(region, 0) == told.symmetric_bytes, f"{told} holds {held}"
+    assert not [name for name in REGIONS.values() if name in held and name != region]
+    return told
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "dtype", "options"),
+    [
+        ("ag_gemm", (64, 96, 40), torch.bfloat16, {}),
+        ("ag_gemm", (64, 96, 40), torch.int8, {}),
+        ("ag_gemm", (0, 96, 40), torch.bfloat16, {}),
+        ("gemm_rs", (64, 96, 40), torch.bfloat16, {}),
+        ("gemm_rs", (62, 96, 40), torch.float32, {"out_dtype": torch.bfloat16}),
+        ("gemm_rs", (64, 96, 40), torch.int8, {}),
+        ("gemm_rs", (64, 0, 40), torch.int8, {}),
+        ("gemm_rs", (64, 96, 1), torch.float32, {}),
+        ("gemm_ar", (64, 96, 40), torch.float32, {}),
+        ("gemm_ar", (1024, 512, 40), torch.bfloat16, {}),
+    ],
+)
+def test_a_call_holds_what_was_said(op: str, shape: Any, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    told = run_ranks(_as_explained, 4, args=(op, shape, dtype, options), group_kwargs={"timeout_s": 5.0})
+    assert len({(each.strategy, each.algorithm) for each in told}) == 1
+    assert all(each.op == op for each in told)
+
+
+def test_one_rank_holds_nothing() -> None:
+    (group,) = tileflux.local_groups(1)
+    with group:
+        told = explain("gemm_ar", 64, 64, 64, group=group)
+        assert (told.strategy, told.symmetric_bytes) == ("sequential", 0)
+
+
+def test_it_prints_as_two_sentences() -> None:
+    groups = tileflux.local_groups(4)
+    text = str(explain("ag_gemm", 8192, 4096, 4096, group=groups[0]))
+    assert re.fullmatch(
+        r"ag_gemm would run fused: 2048 rows per rank: tiles can start while other rows are still on their way\.\n"
+        r"Tiles of \d+ x \d+ x \d+, 64\.0 MiB of symmetric memory per rank\.",
+        text,
+    )
+    assert str(explain("gemm_ar", 8, 512, 512, group=groups[0])).startswith(
+        "gemm_ar would run fused, one_shot: each rank takes in 24576 bytes of partial sums: "
+    )
+    for group in groups:
+        group.close()
+
+
+def test_refusals() -> None:
+    (group,) = tileflux.local_groups(1)
+    with group:
+        with pytest.raises(ValueError, match="explain: op='gemm' is not one of ag_gemm, gemm_ar, gemm_rs"):
+            explain("gemm", 1, 1, 1, group=group)
+        with pytest.raises(ValueError, match="explain: m=1, n=-1 and k=1 should be at least 0"):
+            explain("gemm_rs", 1, -1, 1, group=group)
