@@ -34,7 +34,8 @@ def part(nbytes, lane, num_lanes):
 @triton.jit
 def typed(address, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
     """An address as a pointer. ALIGNED promises 16 bytes; without it every access is one element wide."""
-    pointer = address.to(tl.pointer_type(ELEMENT))
+    # The address of nothing is 0, which the interpreter takes for a 32-bit number.
+    pointer = address.to(tl.int64).to(tl.pointer_type(ELEMENT))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer

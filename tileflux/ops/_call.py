@@ -91,7 +91,9 @@ def check_out(
 
 def dense(x: torch.Tensor) -> torch.Tensor:
     """``x`` as bytes that mean what they say: contiguous, with nothing left to conjugate or negate."""
-    return x.resolve_conj().resolve_neg().contiguous()
+    x = x.resolve_conj().resolve_neg().contiguous()
+    # One element is contiguous whatever its strides, and cannot be viewed as bytes if its last one is not 1.
+    return x.clone(memory_format=torch.contiguous_format) if x.numel() == 1 else x
 
 
 def check_sizes(op: str, name: str, sizes: Sequence[int], group: Group, total: int | None = None) -> tuple[int, ...]:

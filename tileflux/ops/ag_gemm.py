@@ -127,8 +127,8 @@ def _run(
     x = dense(x)
     if depth == 0 or num_rows == 0:
         x, scale_x = x.new_empty((num_rows, depth)), None
-    elif scale_x is not None and group.world_size > 1:
-        scale_x = scale_x.expand(len(x))  # ranks may differ in it: it travels with the rows
+    elif scale_x is not None and scale_x.dim() == 0 and group.world_size > 1:
+        scale_x = scale_x.reshape(1).repeat(len(x))  # ranks may differ in it: it travels with the rows
     parts = [
         _dense.make_operands(
             x, weight, result, biases[i] if biases else None, scale_x, scale_weights[i] if scale_weights else None,
