@@ -10,18 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tileflux
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_host
 from tileflux.kernels.gemm_host import Tile, tiles
 from tileflux.kernels.gemm_launch import GATHER, PLAIN, SCATTER, SPREAD
 from tileflux.kernels.operands import Operands, Role
-from tileflux.kernels.turns import ShardPlan, gather_shards, scatter_shards, spread_shards
+from tileflux.kernels.turns import ShardPlan, gather_shards, scatter_shards, spread_shards, turn
 from tileflux.testing import assert_close, nan_like, poisoned
 from tileflux.testing.dense import DENSE_DTYPES, SCALED_DTYPES, expected_gemm, gemm_case, reduction
 
 configs = st.builds(
     GemmConfig,
-    block_m=st.sampled_from([16, 32, 256]),
+    block_m=st.sampled_from([16, 32, 256, 1024]),
     block_n=st.sampled_from([16, 32, 64]),
     group_m=st.integers(1, 4),
     num_chunks=st.integers(1, 16),
@@ -40,7 +41,7 @@ def rank_tiles(role: Role, config: GemmConfig, plan: ShardPlan, rank: int, num_c
 
 
 def check_cover(found: Sequence[Tile], rows: Sequence[int], num_columns: int) -> None:
-    """Every element of every shard in exactly one tile; no tile in two chunks."""
+    """Every element of every shard is in exactly one tile."""
     covered = [torch.zeros(count, num_columns, dtype=torch.int32) for count in rows]
     for tile in found:
         assert tile.rows and tile.columns, f"an empty tile: {tile}"
@@ -139,6 +140,36 @@ def test_plain_tiles_cover_the_output(num_rows: int, num_columns: int, config: G
     shards = gemm_host._Shards((num_rows,), 1, num_rows)
     found = list(tiles(PLAIN, config, 0, shards, num_columns))
     check_cover(found, [num_rows], num_columns)
+
+
+@pytest.mark.parametrize(("rows", "num_chunks"), [((5, 0, 3, 9), 1), ((300, 0, 520), 2)])
+def test_rows_are_sent_to_the_nearest_peer_first(
+    monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...], num_chunks: int
+) -> None:
+    world_size = len(rows)
+    groups = tileflux.local_groups(world_size)
+    plan = gather_shards("ag_gemm", rows, 32, True, num_chunks)
+    for rank, group in enumerate(groups):
+        here = turn(group, plan)
+        x, scales = torch.randn(rows[rank], 8), torch.rand(rows[rank])
+        sent: list[tuple[int, int, int]] = []
+        monkeypatch.setattr(
+            group, "copy_async",
+            lambda dst, src, signal, sent=sent: sent.append((dst.data_ptr(), src.data_ptr(), signal.word.data_ptr())),
+        )  # fmt: skip
+        operands = Operands(x, torch.zeros(1, 8), torch.zeros(1, 1), scale_x=scales)
+        gemm_host._Gather(operands, group, here).feed()
+        expected = []
+        for hop in range(1, world_size):
+            peer = (rank - hop) % world_size
+            for index in range(plan.num_chunks):
+                if chunk := plan.chunk(rank, index):
+                    first = plan.first_rows[rank] + chunk.start
+                    dst = here.rows_at(peer, torch.float32, 8)[first:].data_ptr()
+                    expected.append((dst, x[chunk.start :].data_ptr(), here.flag(peer, index).data_ptr()))
+                    arrived = here.scales_at(peer)[first : first + len(chunk)]
+                    assert torch.equal(arrived, scales[chunk.start : chunk.stop])
+        assert sent == expected
 
 
 SMALL = GemmConfig(block_m=16, block_n=32)

@@ -48,7 +48,7 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-@pytest.mark.parametrize("kinds", itertools.product(("none", "tensor", "channel"), repeat=2))
+@pytest.mark.parametrize("kinds", list(itertools.product(("none", "tensor", "channel"), repeat=2)))
 @pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("total_dtype", [torch.float32, torch.int32], ids=str)
 def test_scales_and_bias(

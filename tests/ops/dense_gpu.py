@@ -15,7 +15,9 @@ import torch
 
 import tileflux
 from tileflux import GemmConfig
-from tileflux.kernels import gemm_launch
+from tileflux.kernels import gemm_launch, steps
+from tileflux.kernels.prepare import prepare
+from tileflux.kernels.turns import gather_shards, turn
 from tileflux.symm.group import Group
 from tileflux.testing import assert_close, poisoned
 from tileflux.testing.dense import DENSE_DTYPES, SCALED_DTYPES, DenseCase, ag_case, expected, reduction, rs_case
@@ -94,6 +96,9 @@ def compile_part(index: int, count: int) -> None:
     work += [(4, None, True), (4, "large", True), (4, "large", False)]
     for world_size, dtype, is_virtual in work[index::count]:
         groups = tileflux.local_groups(world_size, "cuda")
+        if isinstance(dtype, torch.dtype) and is_virtual:
+            with torch.cuda.stream(groups[0].stream):
+                _compile_steps(groups[0], dtype)
         if not is_virtual:
             Group.stream = property(lambda group: None)  # type: ignore[assignment]
         for group in groups[:: max(1, world_size - 1)]:
@@ -104,6 +109,18 @@ def compile_part(index: int, count: int) -> None:
                 else:
                     for problem in activations(world_size) if dtype is None else problems(world_size, dtype):
                         _compile(group, problem)
+
+
+def _compile_steps(group: Group, dtype: torch.dtype) -> None:
+    """The collectives and the steps of the pipelined strategy."""
+    prepare(group)
+    scaled = dtype in SCALED_DTYPES
+    x = torch.empty(16, 16, device="cuda").to(dtype)
+    out = torch.empty(16, 16, device="cuda", dtype=torch.bfloat16 if scaled else dtype)
+    for op in ("ag_gemm", "gemm_rs"):
+        plan = gather_shards(op, (16,) * group.world_size, 16 * x.element_size(), scaled and op == "ag_gemm", 1)
+        scale = torch.ones(16, device="cuda") if scaled else None
+        steps.load(turn(group, plan), x, scale, out, group.world_size)
 
 
 def _compile(group: Group, problem: Problem) -> None:

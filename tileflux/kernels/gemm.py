@@ -73,6 +73,9 @@ def _multiply_tiles(
     rank, num_chunks, chunk_rows = _cut(M, table, SPEC)
     num_m = tl.cdiv(chunk_rows, SPEC.block_m)
     num_n = tl.cdiv(N, SPEC.block_n)
+    if SPEC.num_feeders > 0:
+        # A rank without columns still waits for everybody's rows: its buffer is not free before they have come.
+        num_n = tl.maximum(num_n, 1)
     num_steps = SPEC.num_turns * SPEC.num_shards * num_chunks * num_m * num_n
     ready = num_steps * 0 - 1
     for step in range(program, num_steps, tl.num_programs(0) - SPEC.num_feeders):

@@ -83,6 +83,9 @@ def tiles(role: Role, config: GemmConfig, rank: int, shards: _Shards, num_column
     """Every tile of a rank, in the order one program would take them."""
     num_m = -(-shards.chunk_rows // config.block_m)
     num_n = -(-num_columns // config.block_n)
+    if role.feeds:
+        # A rank without columns still waits for everybody's rows: its buffer is not free before they have come.
+        num_n = max(num_n, 1)
     order = _order(role.order)
     num_shards = len(shards.rows)
     for step in range(role.num_turns * num_shards * shards.num_chunks * num_m * num_n):

@@ -116,7 +116,7 @@ def _run(
     group, num_rows, depth = group_by_name(group_name), sum(rows), x.shape[1]
     widths = [_width(weight, activation) for weight in weights]
     results = [
-        check_out("ag_gemm", outs[i] if outs else None, (num_rows, n), x, dtype=out_dtype, others=weights)
+        check_out("ag_gemm", outs[i] if outs else None, (num_rows, n), x, dtype=out_dtype, others=(*weights, *biases))
         for i, n in enumerate(widths)
     ]
     gathered = x.new_empty((num_rows, depth)) if return_gathered else None

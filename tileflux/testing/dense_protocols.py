@@ -27,8 +27,8 @@ __all__ = ["COMM", "PROTOCOLS", "Call", "calls", "run_protocol", "simulate_proto
 COMM = CommConfig(num_lanes=2, slot_bytes=256, min_lane_bytes=64)
 TILES = GemmConfig(16, 16, 16, group_m=2, num_warps=4, num_sms=4, num_feeders=2)
 """Two programs that feed and two that multiply: the fewest that can get in each other's way."""
-TALL = replace(TILES, block_m=256, num_chunks=2)
-"""For shards of more than 256 rows, which is what a chunk holds at least."""
+TALL = replace(TILES, block_m=512, num_chunks=2)
+"""For shards of more than 256 rows, which is what a chunk holds at least; a tile is cut off at the end of its chunk."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def _case(call: Call, world_size: int, seed: int) -> DenseCase:
 _INT8: dict[str, Any] = {"dtype": torch.int8, "scales": "channel"}
 _GATHER = (
     Call("ag_gemm", 9, ragged=True),
-    Call("ag_gemm", 3, **_INT8),
     Call("ag_gemm", 9, depth=32, ragged=True, num_weights=2, **_INT8),
+    Call("ag_gemm", 3, **_INT8),
 )
 _SCATTER = (
     Call("gemm_rs", 2),
@@ -135,7 +135,7 @@ def _with(given: Sequence[Call], **changes: Any) -> tuple[Call, ...]:
 _TWO_SHOT = _with(_SPREAD, algorithm="two_shot")
 PROTOCOLS: dict[str, tuple[Call, ...]] = {
     "ag_gemm fused": _GATHER,
-    "ag_gemm fused, chunks": _with(_GATHER[:2], rows=130, ragged=True, config=TALL),
+    "ag_gemm fused, chunks": _with(_GATHER[::2], rows=130, ragged=True, config=TALL),
     "ag_gemm pipelined": _with(_GATHER, strategy="pipelined"),
     "gemm_rs fused": _SCATTER,
     "gemm_rs pipelined": _with(_SCATTER, strategy="pipelined"),
