@@ -10,6 +10,7 @@ from dataclasses import dataclass
 __all__ = [
     "CONTROL",
     "GUARD",
+    "MAX_AHEAD",
     "MAX_CHUNKS",
     "NUM_SLOTS",
     "TABLE",
@@ -24,6 +25,10 @@ __all__ = [
 
 NUM_SLOTS = 2
 """Messages in flight on one channel of a mailbox: one being read while the next is written."""
+
+MAX_AHEAD = 1024
+"""How far a flag may be past the epoch waited for: acks keep ranks within two calls of each other. A flag that reads
+further ahead was last raised half the range of 32 bits ago, or never, and has not been reached."""
 
 MAX_CHUNKS = 16
 """Chunks a rank's rows may be cut into, each announced by a flag of its own."""

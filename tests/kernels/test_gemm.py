@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tileflux import env
 from tileflux.config import GemmConfig
-from tileflux.kernels import gemm_host
+from tileflux.kernels import gemm_host, gemm_launch
 from tileflux.kernels.gemm_launch import PLAIN, launch_gemm
 from tileflux.kernels.operands import Operands
 from tileflux.lang import signal as lang_signal
@@ -26,6 +26,7 @@ from tileflux.testing.dense import (
     gemm_case,
     reduction,
 )
+from tileflux.testing.dense_protocols import Call
 
 pytestmark = pytest.mark.skipif(not env.interpreting(), reason="kernels were not decorated for the interpreter")
 
@@ -160,22 +161,17 @@ def test_int8_is_summed_in_integers() -> None:
     assert torch.equal(out, right)
 
 
-def _gather_with_tma(group: Group, seed: int) -> None:
-    from unittest import mock
-
-    from tileflux.kernels import gemm_launch
-    from tileflux.testing.dense_protocols import Call
-
-    with mock.patch.object(gemm_launch, "_has_tma", lambda device: True):
-        # Whole tiles: TMA also loads rows behind the end of a shard, which may still be on their way, and drops them.
-        Call("ag_gemm", 16, dtype=torch.bfloat16).run(group, seed)
-        Call("ag_gemm", 32, dtype=torch.int8, scales="channel", num_weights=2).run(group, seed)
+def _gather_whole_tiles(group: Group, seed: int) -> None:
+    """TMA also loads rows behind the end of a shard, which may still be on their way, and drops them."""
+    Call("ag_gemm", 16, dtype=torch.bfloat16).run(group, seed)
+    Call("ag_gemm", 32, dtype=torch.int8, scales="channel", num_weights=2, returns_rows=True).run(group, seed)
 
 
-def test_gathered_rows_are_read_through_a_descriptor_of_their_own() -> None:
+def test_gathered_rows_are_read_through_a_descriptor_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     from tileflux.testing import interpreter
     from tileflux.testing.simulator import simulate
 
     interpreter.register_asm(lang_signal.PROXY_FENCE.value, lambda lanes: None)
+    monkeypatch.setattr(gemm_launch, "_has_tma", lambda device: True)
     for seed in range(3):
-        simulate(_gather_with_tma, 2, seed=seed, args=(seed,))
+        simulate(_gather_whole_tiles, 2, seed=seed, args=(seed,))

@@ -44,13 +44,13 @@ def check_cover(found: Sequence[Tile], rows: Sequence[int], num_columns: int) ->
     """Every element of every shard is in exactly one tile."""
     covered = [torch.zeros(count, num_columns, dtype=torch.int32) for count in rows]
     for tile in found:
-        assert tile.rows and tile.columns, f"an empty tile: {tile}"
+        assert tile.rows, f"an empty tile: {tile}"
         covered[tile.owner][tile.rows.start : tile.rows.stop, tile.columns.start : tile.columns.stop] += 1
     assert all(bool(each.eq(1).all()) for each in covered)
 
 
 @settings(max_examples=50, deadline=None)
-@given(rows=ragged_rows, num_columns=columns, config=configs)
+@given(rows=ragged_rows, num_columns=st.just(0) | columns, config=configs)
 def test_all_gather_tiles_wait_for_what_is_sent_in_the_order_it_is_sent(
     rows: tuple[int, ...], num_columns: int, config: GemmConfig
 ) -> None:
@@ -127,9 +127,9 @@ def test_all_reduce_tiles_are_multiplied_before_any_is_summed(
         turns = [tile.turn for tile in found]
         half = len(found) // 2
         assert turns == [0] * half + [1] * half
-        for turn in (found[:half], found[half:]):
-            check_cover(turn, [num_rows], num_columns)
-            numbers = [tile.number for tile in turn]
+        for both in (found[:half], found[half:]):
+            check_cover(both, [num_rows], num_columns)
+            numbers = [tile.number for tile in both]
             assert len(set(numbers)) == len(numbers) and max(numbers) < plan.num_flags
         assert found == by_rank[0]
 

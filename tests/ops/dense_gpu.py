@@ -91,24 +91,28 @@ class _NothingToDo:
 def compile_part(index: int, count: int) -> None:
     """Compile every ``count``-th part from ``index`` on, as virtual ranks and as processes would have it."""
     gemm_launch._gemm_kernel = _NothingToDo(gemm_launch._gemm_kernel)
+    stream = Group.stream
     work = [(world_size, dtype, True) for world_size in (2, 4, 8) for dtype in DENSE_DTYPES]
     work += [(world_size, dtype, False) for world_size in (2, 4) for dtype in DENSE_DTYPES]
     work += [(4, None, True), (4, "large", True), (4, "large", False)]
     for world_size, dtype, is_virtual in work[index::count]:
-        groups = tileflux.local_groups(world_size, "cuda")
         if isinstance(dtype, torch.dtype) and is_virtual:
-            with torch.cuda.stream(groups[0].stream):
-                _compile_steps(groups[0], dtype)
-        if not is_virtual:
-            Group.stream = property(lambda group: None)  # type: ignore[assignment]
-        for group in groups[:: max(1, world_size - 1)]:
-            stream = torch.cuda.current_stream() if group.stream is None else group.stream
-            with torch.cuda.stream(stream):
-                if dtype == "large":
-                    _compile_large(group)
-                else:
-                    for problem in activations(world_size) if dtype is None else problems(world_size, dtype):
-                        _compile(group, problem)
+            _compile_steps(_one_rank(world_size, 0), dtype)
+        for rank in {0, world_size - 1}:
+            group = _one_rank(world_size, rank)
+            Group.stream = stream if is_virtual else property(lambda group: None)  # type: ignore[assignment]
+            if dtype == "large":
+                _compile_large(group)
+            else:
+                for problem in activations(world_size) if dtype is None else problems(world_size, dtype):
+                    _compile(group, problem)
+
+
+def _one_rank(world_size: int, rank: int) -> Group:
+    """A rank of a world of its own: the others make no calls. Its stream becomes the current one."""
+    group = tileflux.local_groups(world_size, "cuda")[rank]
+    torch.cuda.set_stream(group._transport.stream)
+    return group
 
 
 def _compile_steps(group: Group, dtype: torch.dtype) -> None:

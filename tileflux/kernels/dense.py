@@ -48,11 +48,11 @@ def run_gather(
     shards = gather_shards("ag_gemm", rows, x.shape[1] * x.element_size(), scale_x is not None, config.num_chunks)
     here = turn(group, shards)
     if strategy == "fused" or on_host(group):
-        if strategy == "pipelined":
-            config = _whole_chunks(config)
+        tiles = _whole_chunks(config) if strategy == "pipelined" else config
+        _load_later_parts(group, here, parts, tiles, gathered)
         for index, part in enumerate(parts):
             ends = gathered is None and index == len(parts) - 1
-            _run(part, GATHER if index == 0 else GATHERED, config, group, here, releases=ends)
+            _run(part, GATHER if index == 0 else GATHERED, tiles, group, here, releases=ends)
         if gathered is not None:
             _copy_gathered(group, here, x, gathered)
             _release(group, here)
@@ -70,11 +70,10 @@ def run_scatter(
         sizes = tuple(count * operands.num_columns * mine.out.element_size() for count in rows)
         reduce(group, op, mine.out, operands.out, reduce_plan(group.rank, sizes, scatter=True))
         return
-    if strategy == "pipelined":
-        config = _whole_chunks(config)
-    here = turn(group, scatter_shards("gemm_rs", rows, operands.num_columns, operands.out.element_size(), config))
+    tiles = _whole_chunks(config) if strategy == "pipelined" else config
+    here = turn(group, scatter_shards("gemm_rs", rows, operands.num_columns, operands.out.element_size(), tiles))
     if strategy == "fused" or on_host(group):
-        _run(operands, SCATTER, config, group, here, releases=True)
+        _run(operands, SCATTER, tiles, group, here, releases=True)
     else:
         _push_finished(group, operands, config, here)
 
@@ -222,6 +221,19 @@ def _load_steps(group: Group, here: Turn, part: Operands) -> None:
     """Load the steps of the pipeline. The library's kernels may follow once all rows are on their way."""
     key = ("steps", group.world_size, part.scale_x is not None, part.out.dtype)
     load_once(group.device, key, partial(steps.load, here, part.x, part.scale_x, part.out, group.world_size))
+
+
+def _load_later_parts(
+    group: Group, here: Turn, parts: Sequence[Operands], config: GemmConfig, gathered: torch.Tensor | None
+) -> None:
+    """What is launched after the first part has begun to wait must be loaded before."""
+    if group.device.type != "cuda":
+        return
+    for index, part in enumerate(parts[1:], 1):
+        ends = gathered is None and index == len(parts) - 1
+        launch_gemm(part, GATHERED, config, group=group, turn=here, releases=ends, load_only=True)
+    if gathered is not None:
+        _load_steps(group, here, parts[0])
 
 
 def _load_library(group: Group, here: Turn, part: Operands, config: GemmConfig) -> None:

@@ -60,8 +60,9 @@ def launch_gemm(
     turn: Turn | None = None,
     releases: bool = False,
     use_tma: bool | None = None,
+    load_only: bool = False,
 ) -> None:
-    """Queue the kernel on the current stream. ``releases``: this launch ends the call."""
+    """Queue the kernel on the current stream. ``releases``: this launch ends the call. ``load_only``: load it alone."""
     x, weight, out = operands.x, operands.weight, operands.out
     num_rows = out.shape[0] if turn is None or role is SPREAD else sum(turn.plan.rows)
     num_feeders, num_multipliers = num_programs(config, group, role, num_rows, operands.num_columns, turn)
@@ -87,15 +88,15 @@ def launch_gemm(
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
 
-    def load() -> None:
-        launch(0, spec, descriptors)
-        if is_virtual:
-            # Ranks may differ in what is aligned, and all that they need must be there before the first of them waits.
-            for variant in _family(operands, role, config, spec):
-                launch(0, variant, _blank_descriptors(operands, config, role) if variant.use_tma else _NONE)
+    # Virtual ranks may differ in what is aligned, and all that they need must be there before the first of them waits.
+    for variant in _family(operands, role, config, spec) if is_virtual else [spec]:
 
-    load_once(x.device, (role.name, spec, config), load)
-    launch(num_feeders + num_multipliers, spec, descriptors)
+        def load(variant: GemmSpec = variant) -> None:
+            launch(0, variant, _blank_descriptors(operands, config, role) if variant.use_tma else _NONE)
+
+        load_once(x.device, (role.name, variant, config), load)
+    if not load_only:
+        launch(num_feeders + num_multipliers, spec, descriptors)
 
 
 def _family(operands: Operands, role: Role, config: GemmConfig, spec: GemmSpec) -> list[GemmSpec]:
@@ -118,7 +119,10 @@ def num_programs(
         plan = turn.plan
         num_tiles = len(plan.rows) * plan.num_chunks * -(-plan.chunk_rows // config.block_m)
         num_tiles *= -(-num_columns // config.block_n)
-    num_sms = config.num_sms or sms_for(group)
+    num_sms = sms_for(group)
+    if config.num_sms is not None:
+        # More than are resident would wait for each other; interpreted programs are as many as the simulator likes.
+        num_sms = config.num_sms if _is_interpreted(group) else min(config.num_sms, num_sms)
     num_feeders = max(1, min(config.num_feeders, num_sms // 2)) if role.feeds and turn is not None else 0
     if num_sms == 1:
         return num_feeders, 1  # interpreted programs run one after the other: feeders, then one that multiplies
@@ -126,12 +130,16 @@ def num_programs(
 
 
 def sms_for(group: Group | None) -> int:
-    """SMs that programs of one rank may fill."""
+    """SMs that programs of one rank may fill; 1 where programs are interpreted."""
     if group is not None and group.traits.num_sms:
         return group.traits.num_sms
-    if torch.cuda.is_available():
+    if not _is_interpreted(group):
         return device_info.num_sms(torch.device("cuda", torch.cuda.current_device()))
     return 1
+
+
+def _is_interpreted(group: Group | None) -> bool:
+    return group.device.type == "cpu" if group is not None else not torch.cuda.is_available()
 
 
 def _address(tensor: torch.Tensor | None) -> int:

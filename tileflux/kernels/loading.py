@@ -7,17 +7,23 @@ once with nothing to do, under a lock, by whoever comes to it first.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import threading
 from collections.abc import Callable, Hashable
 
 import torch
 
-__all__ = ["lock", "load_once"]
+__all__ = ["load_once", "lock", "settle_keys"]
 
 lock = threading.RLock()
 """Two virtual ranks that compile a kernel at once both load a copy, and the second load meets the first's launch."""
 
 _loaded: set[Hashable] = set()
+_LANG = ("signal", "remote", "mailbox", "exchange", "schedule", "epilogue", "turn", "policy")
+_KERNELS = ("copy", "reduce", "steps", "gemm")
+_MODULES = (*(f"tileflux.lang.{name}" for name in _LANG), *(f"tileflux.kernels.{name}" for name in _KERNELS))
+"""From the bottom up, so that a function comes after what it calls."""
 
 
 def load_once(device: torch.device, key: Hashable, launch: Callable[[], object]) -> None:
@@ -30,6 +36,19 @@ def load_once(device: torch.device, key: Hashable, launch: Callable[[], object])
         )
     with lock:
         if (device, key) not in _loaded:
+            settle_keys()
             launch()
-            torch.cuda.current_stream(device).synchronize()
             _loaded.add((device, key))
+
+
+@functools.cache
+def settle_keys() -> None:
+    """Have Triton compute the cache keys of all our functions, in one order.
+
+    A key depends on whose key was computed before it: without this, a process that calls the ops in another order
+    finds nothing of what earlier ones have compiled.
+    """
+    for name in _MODULES:
+        functions = vars(importlib.import_module(name))
+        for function in sorted(functions):
+            getattr(functions[function], "cache_key", None)

@@ -169,7 +169,7 @@ def make_spec(
         (world_size, num_feeders, releases),
         aligned,
         layout,
-        "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
     )
 
 
@@ -195,7 +195,7 @@ def _make_spec(
     return GemmSpec(
         a_type, b_type, out_type,
         accumulator=tl.int32 if types[0] == torch.int8 else tl.float32,
-        precision=precision if types[0] == torch.float32 else "ieee",
+        precision=precision,
         # bf16 keeps 8 bits of the result, and does not notice 14; fp16 and fp32 would.
         num_coarse=min(128, config.block_k) if out_type == tl.bfloat16 else 0,
         scale_a=scale_a, scale_b=scale_b,

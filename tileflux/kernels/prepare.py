@@ -12,7 +12,7 @@ import weakref
 import torch
 
 from tileflux.kernels.copy import launch_move
-from tileflux.kernels.loading import lock
+from tileflux.kernels.loading import lock, settle_keys
 from tileflux.kernels.plan import permute_plan, reduce_plan
 from tileflux.kernels.reduce import ELEMENTS, launch_reduce
 from tileflux.symm.group import Group
@@ -31,6 +31,7 @@ def prepare(group: Group) -> None:
     if capturing:
         raise ValueError("the first collective of a group loads kernels: make one before capturing a CUDA graph")
     with lock, torch.cuda.device(group.device):
+        settle_keys()
         _launch_all(group)
     _prepared.add(group)
 

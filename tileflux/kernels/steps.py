@@ -1,7 +1,8 @@
 """The protocol of a fused op in single steps, for the pipelined strategy: send, wait, sum, give back.
 
-Between them the library's GEMM runs, chunk by chunk. Flags and buffers are those of ``lang/turn.py``, so a rank need
-not know which strategy its peers have taken. The host twins are methods of ``kernels/turns.py``.
+Between them the library's GEMM runs, chunk by chunk. Flags and buffers are those of ``lang/turn.py``: an all-gather's
+as the fused kernel uses them, while a reduce-scatter announces whole shards. The host twins are methods of
+``kernels/turns.py``.
 """
 
 import torch

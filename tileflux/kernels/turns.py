@@ -97,7 +97,16 @@ def turn(group: Group, plan: ShardPlan) -> Turn:
         if len(known) >= _MAX_TURNS:
             known.clear()
         found = known[plan] = Turn(group, plan)
+    # On the caller's stream: whatever the call launches, on whichever stream, comes after the upload.
+    found.table = _find_table(group, found)
     return found
+
+
+def _find_table(group: Group, turn: Turn) -> torch.Tensor:
+    tables = _tables.get(group)
+    if tables is None:
+        tables = _tables[group] = DeviceTables(group.device, TABLE.num_words(group.world_size))
+    return tables.find(turn.key, turn.words)
 
 
 class Turn:
@@ -109,7 +118,8 @@ class Turn:
         self._rank, self._world_size = group.rank, group.world_size
         name = plan.op
         size = CONTROL.nbytes(group.world_size)
-        self._control = group.region(f"{name}.control", size, describe=_describe_control)
+        describe_control = functools.partial(_describe_control, group.world_size)
+        self._control = group.region(f"{name}.control", size, describe=describe_control)
         flags_bytes = 4 * group.world_size * plan.num_flags
         describe = functools.partial(_describe_flag, group.world_size)
         self._flags = group.region(f"{name}.flags", flags_bytes, grow=True, describe=describe)
@@ -118,17 +128,13 @@ class Turn:
         # half that its peer still reads.
         self._half_bytes = self._data.nbytes // 2 // _ALIGNMENT * _ALIGNMENT
 
-    @property
-    def table(self) -> torch.Tensor:
-        """The plan as kernels read it."""
-        group = self._group()
-        assert group is not None
-        tables = _tables.get(group)
-        if tables is None:
-            tables = _tables[group] = DeviceTables(group.device, TABLE.num_words(group.world_size))
-        return tables.find((self.plan, self._flags.offset, self._data.offset), self._words)
+        # By address: offsets are those of a segment, and repeat when a region grows into another one.
+        self.key = (plan, self._flags.address(group.rank), self._data.address(group.rank))
+        self.table: torch.Tensor
+        """The plan as kernels read it; set by ``turn``."""
 
-    def _words(self) -> list[int]:
+    def words(self) -> list[int]:
+        """What the table holds; see ``config.TableLayout``."""
         group, plan = self._group(), self.plan
         assert group is not None
         ranks = range(self._world_size)
@@ -215,9 +221,11 @@ class Turn:
         group.guard.wait(words, index, wrap(wanted), peer, self.plan.op)
 
 
-def _describe_control(offset: int) -> str:
+def _describe_control(world_size: int, offset: int) -> str:
     index = offset // 4
-    return {CONTROL.epoch: "epoch", CONTROL.done: "done"}.get(index, f"ack[rank {index - CONTROL.ack}]")
+    if index < CONTROL.ack:
+        return {CONTROL.epoch: "epoch", CONTROL.done: "done"}[index]
+    return f"ack[rank {index - CONTROL.ack}]" if index < CONTROL.counters(world_size) else "counter"
 
 
 def _describe_flag(world_size: int, offset: int) -> str:

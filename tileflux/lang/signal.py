@@ -1,7 +1,8 @@
 """``signal`` and ``wait``: the only two device functions that touch a flag.
 
 A flag is a 32-bit word that only grows; its values are epochs. Comparisons are of the wrapped difference, so a
-flag may pass 2**31 as long as waiter and signaller stay within 2**31 of each other. Epochs are kept in memory by
+flag may pass 2**31. A signaller is at most ``MAX_AHEAD`` ahead of who waits for it; a flag further ahead is one that
+nobody has raised for half the range, or ever. Epochs are kept in memory by
 whoever counts them, never passed as launch arguments: a CUDA graph would repeat an argument on every replay.
 
 Ordering. ``signal`` is a CTA barrier, then one thread's release at system scope: without the barrier only that
@@ -20,7 +21,7 @@ CTA barriers.
 import triton
 import triton.language as tl
 
-from tileflux.config import GUARD
+from tileflux.config import GUARD, MAX_AHEAD
 
 __all__ = ["GLOBALTIMER", "PROXY_FENCE", "STORE_RELEASE", "arrive", "confirm", "poll", "signal", "tma_fence", "wait"]
 
@@ -34,6 +35,7 @@ GLOBALTIMER = tl.constexpr("{ mov.u64 $0, %globaltimer; }")
 PROXY_FENCE = tl.constexpr("{ fence.proxy.async.global; mov.s32 $0, 0; }")
 
 _POLLS_PER_CHECK = tl.constexpr(64)
+_MAX_AHEAD = tl.constexpr(MAX_AHEAD)
 _RANK = tl.constexpr(GUARD.rank)
 _WORLD_SIZE = tl.constexpr(GUARD.world_size)
 _TIMEOUT_NS = tl.constexpr(GUARD.timeout_ns)
@@ -63,7 +65,7 @@ def wait(flag, wanted, peer, guard, op):
     ``guard`` is the rank's guard table, ``op`` the number the host knows the calling op by.
     """
     seen = poll(flag, wanted)
-    if seen - wanted < 0:
+    if _is_short(seen, wanted):
         _wait_long(flag, wanted, peer, guard, op)
 
 
@@ -71,6 +73,13 @@ def wait(flag, wanted, peer, guard, op):
 def poll(flag, wanted):
     """Read ``flag`` with acquire. ``wanted`` is for the simulator, which lets others run until it is reached."""
     return tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def _is_short(seen, wanted):
+    """Whether a flag has not reached ``wanted``: it is behind, or so far ahead that it must be of another round."""
+    ahead = seen - wanted
+    return (ahead < 0) | (ahead >= _MAX_AHEAD)
 
 
 @triton.jit
@@ -105,10 +114,10 @@ def _wait_long(flag, wanted, peer, guard, op):
     while waiting != 0:
         seen = poll(flag, wanted)
         num_polls = 1
-        while (seen - wanted < 0) & (num_polls < _POLLS_PER_CHECK):
+        while _is_short(seen, wanted) & (num_polls < _POLLS_PER_CHECK):
             seen = poll(flag, wanted)
             num_polls += 1
-        if seen - wanted >= 0:
+        if _is_short(seen, wanted) == 0:
             waiting = 0
         else:
             # A relaxed look at our own memory; an acquire is not needed to stop waiting.

@@ -35,6 +35,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
 _FP8_CAPABILITY = (8, 9)
+_INT8_DEPTH = 2**31 // 128**2 - 1
 _log = logging.getLogger("tileflux")
 
 
@@ -100,6 +101,8 @@ def _check_types(op: str, x: torch.Tensor, weight: torch.Tensor, has_scales: boo
         raise ValueError(f"{op}: x is {x.dtype} and weight {weight.dtype}; they must be of one type, or both fp8")
     if has_scales and x.dtype in FLOATS:
         raise ValueError(f"{op}: scales belong to fp8 and int8; x is {x.dtype}, so multiply it beforehand")
+    if x.dtype == torch.int8 and x.shape[1] > _INT8_DEPTH:
+        raise ValueError(f"{op}: K={x.shape[1]} products of int8 may overflow int32; at most {_INT8_DEPTH} are exact")
     if x.dtype in FP8 and x.is_cuda and torch.cuda.get_device_capability(x.device) < _FP8_CAPABILITY:
         raise ValueError(f"{op}: {x.dtype} needs a GPU of compute capability 8.9 or later; convert to bfloat16")
 
@@ -144,11 +147,12 @@ def row_major(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
 
 
-def refuse_gradient(op: str, x: torch.Tensor, activation: str | None, *others: torch.Tensor | None) -> None:
+def refuse_gradient(op: str, x: torch.Tensor, activation: str | None, *others: torch.Tensor | float | None) -> None:
     """Refuse a call whose result would silently have no gradient."""
     why = f"activation={activation!r}" if activation else "" if x.dtype in FLOATS else f"products of {x.dtype}"
     tensors = (x, *others)
-    if why and torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    needed = any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
+    if why and needed and torch.is_grad_enabled():
         raise ValueError(f"{op}: there is no gradient through {why}; do that outside the call, or use torch.no_grad()")
 
 

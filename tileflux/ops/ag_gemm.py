@@ -74,7 +74,7 @@ def ag_gemm(
     if rows[group.rank] != x.shape[0]:
         raise ValueError(f"ag_gemm: x has {x.shape[0]} rows but sizes[{group.rank}] is {rows[group.rank]}")
     kind = _dense.out_type("ag_gemm", x, out_dtype)
-    _dense.refuse_gradient("ag_gemm", x, activation, *weights, *biases)
+    _dense.refuse_gradient("ag_gemm", x, activation, *weights, *biases, scale_x, *scales)
     scale_list: list[Any] = [_dense.as_scale(scale, x) for scale in scales]
     arguments = (
         x, weights, biases, _dense.as_scale(scale_x, x), scale_list, group.name, rows, activation or "", kind,

@@ -46,7 +46,7 @@ def gemm(
     _dense.check_dense("gemm", x, weight, bias, scale_x, scale_weight, activation)
     _dense.check_strategy("gemm", "auto", config)
     kind = _dense.out_type("gemm", x, out_dtype)
-    _dense.refuse_gradient("gemm", x, activation, weight, bias)
+    _dense.refuse_gradient("gemm", x, activation, weight, bias, scale_x, scale_weight)
     scales = _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x)
     text = _dense.config_text(config)
     if out is None:

@@ -58,7 +58,7 @@ def gemm_ar(
     """
     _dense.check_dense("gemm_ar", x, weight, bias, scale_x, scale_weight, None, group)
     _dense.check_strategy("gemm_ar", strategy, config)
-    _dense.refuse_gradient("gemm_ar", x, None, weight, bias)
+    _dense.refuse_gradient("gemm_ar", x, None, weight, bias, scale_x, scale_weight)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"gemm_ar: algorithm={algorithm!r} is not one of {', '.join(ALGORITHMS)}")
     if strategy == "pipelined" and algorithm == "one_shot":

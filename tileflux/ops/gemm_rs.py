@@ -57,7 +57,7 @@ def gemm_rs(
     """
     _dense.check_dense("gemm_rs", x, weight, bias, scale_x, scale_weight, None, group)
     _dense.check_strategy("gemm_rs", strategy, config)
-    _dense.refuse_gradient("gemm_rs", x, None, weight, bias)
+    _dense.refuse_gradient("gemm_rs", x, None, weight, bias, scale_x, scale_weight)
     if sizes is None:
         rows = split_rows(x.shape[0], group.world_size)
     else:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from tileflux.config import MAX_AHEAD
+
 __all__ = ["HostWords", "reached", "wrap"]
 
 _STRONGLY_ORDERED = platform.machine() in ("x86_64", "AMD64")
@@ -29,8 +31,8 @@ def wrap(value: int) -> int:
 
 
 def reached(seen: int, wanted: int) -> bool:
-    """Whether a flag that reads ``seen`` has reached ``wanted``, across the wrap at 2**31."""
-    return wrap(seen - wanted) >= 0
+    """Whether a flag that reads ``seen`` has reached ``wanted``, across the wrap at 2**31; see ``MAX_AHEAD``."""
+    return 0 <= wrap(seen - wanted) < MAX_AHEAD
 
 
 class HostWords:

@@ -33,7 +33,10 @@ TALL = replace(TILES, block_m=512, num_chunks=2)
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an op; the numbers are those of one rank, so that its size does not depend on the world's."""
+    """One call of an op; the numbers are those of one rank, so that its size does not depend on the world's.
+
+    With no columns to a rank there is one for rank 0.
+    """
 
     op: str
     rows: int
@@ -45,6 +48,7 @@ class Call:
     scales: Scales = "none"
     ragged: bool = False
     num_weights: int = 1
+    returns_rows: bool = False
     config: GemmConfig = TILES
 
     def case(self, world_size: int, seed: int) -> DenseCase:
@@ -59,7 +63,7 @@ class Call:
         out = poisoned(right.shape, case.out_dtype)
         what = f"{self.op} {self.strategy} {self.algorithm} on rank {rank}"
         terms = reduction(case, self.op)
-        if self.op == "ag_gemm" and self.num_weights > 1:
+        if self.num_weights > 1 or self.returns_rows:
             self._run_many(case, arguments, right, what)
             return
         if self.op == "ag_gemm":
@@ -71,15 +75,16 @@ class Call:
         assert_close(out, right, dtype=case.out_dtype, reduction=terms, what=what)
 
     def _run_many(self, case: DenseCase, arguments: dict[str, Any], right: torch.Tensor, what: str) -> None:
-        """Several weights over rows gathered once, and those rows: the weight, and the weight in other orders."""
+        """Over rows that are gathered once: the weight, the weight in other orders, and the rows themselves."""
         weight = arguments.pop("weight")
         orders = [torch.arange(len(weight)).roll(shift) for shift in range(self.num_weights)]
         for name in {"bias", "scale_weight"} & arguments.keys():
             arguments[name] = [_reordered(arguments[name], order) for order in orders]
         outs = [poisoned(right.shape, case.out_dtype) for _ in orders]
         weights = [weight[order].contiguous() for order in orders]
-        _, rows = ag_gemm(weight=weights, **arguments, out=outs, return_gathered=True)
-        assert torch.equal(rows, gathered(case)), f"{what}: the gathered rows"
+        result = ag_gemm(weight=weights, **arguments, out=outs, return_gathered=self.returns_rows)
+        if self.returns_rows:
+            assert torch.equal(result[1], gathered(case)), f"{what}: the gathered rows"
         for out, order in zip(outs, orders, strict=True):
             assert_close(out, right[:, order], dtype=case.out_dtype, reduction=reduction(case, self.op), what=what)
 
@@ -92,7 +97,7 @@ def _reordered(values: float | torch.Tensor, order: torch.Tensor) -> float | tor
 def _case(call: Call, world_size: int, seed: int) -> DenseCase:
     rows = call.rows * world_size
     if call.op == "ag_gemm":
-        shape = (rows, call.columns * world_size, call.depth)
+        shape = (rows, max(1, call.columns * world_size), call.depth)
         return ag_case(world_size, shape, call.dtype, seed, ragged=call.ragged, scales=call.scales, bias=True)
     shape = (rows if call.op == "gemm_rs" else call.rows, call.columns, call.depth * world_size)
     return rs_case(world_size, shape, call.dtype, seed, ragged=call.ragged, scales=call.scales, bias=True)
@@ -100,10 +105,12 @@ def _case(call: Call, world_size: int, seed: int) -> DenseCase:
 
 _INT8: dict[str, Any] = {"dtype": torch.int8, "scales": "channel"}
 _GATHER = (
-    Call("ag_gemm", 9, ragged=True),
+    Call("ag_gemm", 9, ragged=True, returns_rows=True),
     Call("ag_gemm", 9, depth=32, ragged=True, num_weights=2, **_INT8),
-    Call("ag_gemm", 3, **_INT8),
+    Call("ag_gemm", 3, columns=0, **_INT8),
+    Call("ag_gemm", 2),
 )
+"""A rank without columns multiplies nothing, and might give its buffer back before all rows have come."""
 _SCATTER = (
     Call("gemm_rs", 2),
     Call("gemm_rs", 9, columns=32, ragged=True),
@@ -120,7 +127,7 @@ _MIXED = (
     Call("gemm_rs", 3, ragged=True),
     Call("ag_gemm", 2, strategy="pipelined", **_INT8),
     Call("gemm_ar", 5, algorithm="one_shot"),
-    Call("ag_gemm", 9, ragged=True, num_weights=2),
+    Call("ag_gemm", 9, ragged=True, num_weights=2, returns_rows=True),
     Call("gemm_ar", 9, algorithm="two_shot", **_INT8),
     Call("gemm_rs", 2, strategy="pipelined"),
     Call("gemm_ar", 17, algorithm="one_shot", **_INT8),
@@ -135,7 +142,7 @@ def _with(given: Sequence[Call], **changes: Any) -> tuple[Call, ...]:
 _TWO_SHOT = _with(_SPREAD, algorithm="two_shot")
 PROTOCOLS: dict[str, tuple[Call, ...]] = {
     "ag_gemm fused": _GATHER,
-    "ag_gemm fused, chunks": _with(_GATHER[::2], rows=130, ragged=True, config=TALL),
+    "ag_gemm fused, chunks": _with(_GATHER[::2], rows=130, columns=16, ragged=True, config=TALL),
     "ag_gemm pipelined": _with(_GATHER, strategy="pipelined"),
     "gemm_rs fused": _SCATTER,
     "gemm_rs pipelined": _with(_SCATTER, strategy="pipelined"),
@@ -159,9 +166,9 @@ def calls(protocol: str, world_size: int) -> tuple[Call, ...]:
     if world_size < _LARGE_WORLD:
         return given
     given = (_MIXED[0], _MIXED[3], _MIXED[2]) if protocol == "mixed" else given[:2]
+    smallest: dict[str, Any] = {"columns": 16, "depth": 16, "num_weights": 1, "returns_rows": False}
     return tuple(
-        replace(call, rows=_SMALLEST[call.op] if call.config is TILES else 40, columns=16, depth=16, num_weights=1)
-        for call in given
+        replace(call, rows=_SMALLEST[call.op] if call.config is TILES else 40, **smallest) for call in given
     )
 
 
