@@ -191,7 +191,8 @@ class GemmConfig:
 
     ``num_feeders`` programs of an all-gather GEMM send rows while the others multiply, and ``num_chunks`` is how many
     flags announce one rank's rows. ``num_sms`` bounds the programs of a launch; None takes what the GPU, or the
-    group's share of it, has. All ranks of a call use the same numbers.
+    group's share of it, has; under Triton's interpreter it is for the simulator, which runs programs side by side. All
+    ranks of a call use the same numbers.
     """
 
     block_m: int = 128

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,20 +14,16 @@ from tileflux.kernels import loading
 from tileflux.kernels.loading import load_once
 
 GPU = torch.device("cuda", 0)
+PACKAGE = Path(loading.__file__).parents[1]
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """A GPU of which only stream and capture are asked."""
-    state = SimpleNamespace(capturing=False, num_synchronized=0)
-
-    def synchronize() -> None:
-        state.num_synchronized += 1
-
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU of which only its capture is asked."""
+    state = SimpleNamespace(capturing=False)
     monkeypatch.setattr(loading, "_loaded", set())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=synchronize))
-    yield state
+    return state
 
 
 def test_once_for_every_key_and_gpu(gpu: SimpleNamespace) -> None:
@@ -36,7 +32,6 @@ def test_once_for_every_key_and_gpu(gpu: SimpleNamespace) -> None:
         for key in ("a", "b", "a", "b", "a"):
             load_once(device, key, lambda device=device, key=key: launched.append((device.index, key)))
     assert launched == [(0, "a"), (0, "b"), (1, "a"), (1, "b")]
-    assert gpu.num_synchronized == 4, "the load must be over when anything waits"
 
 
 def test_nothing_is_loaded_on_the_cpu() -> None:
@@ -87,3 +82,19 @@ def test_a_load_within_a_load(gpu: SimpleNamespace) -> None:
 
     load_once(GPU, "outer", outer)
     assert launched == ["inner", "outer"]
+
+
+def test_keys_are_settled_from_the_bottom_up() -> None:
+    """A function's key contains those of the functions it calls: theirs come first, and none is left out."""
+    with_functions = {
+        f"tileflux.{file.parent.name}.{file.stem}"
+        for folder in ("lang", "kernels")
+        for file in (PACKAGE / folder).glob("*.py")
+        if "@triton.jit" in file.read_text()
+    }
+    assert set(loading._MODULES) == with_functions and len(loading._MODULES) == len(with_functions)
+    for position, name in enumerate(loading._MODULES):
+        source = (PACKAGE.parent / Path(*name.split("."))).with_suffix(".py").read_text()
+        used = {line.split()[1] for line in source.splitlines() if line.startswith("from tileflux.")}
+        assert not used & set(loading._MODULES[position:]), f"{name} comes before what it calls"
+    loading.settle_keys()

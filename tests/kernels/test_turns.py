@@ -178,6 +178,6 @@ def test_a_wait_in_vain_names_what_it_waited_for() -> None:
 
 
 def test_words_in_words() -> None:
-    texts = [turns._describe_control(4 * index) for index in range(4)]
-    assert texts == ["epoch", "done", "ack[rank 0]", "ack[rank 1]"]
+    texts = [turns._describe_control(2, 4 * index) for index in range(5)]
+    assert texts == ["epoch", "done", "ack[rank 0]", "ack[rank 1]", "counter"]
     assert turns._describe_flag(4, 4 * 11) == "2 of rank 3"

@@ -57,7 +57,7 @@ def _same_half(table, owner, source, epoch, WORLD: tl.constexpr):
 
 @triton.jit
 def _flag_by_plan(table, owner, source, index, WORLD: tl.constexpr):
-    """``Turn._words`` is made to put the plan's number of flags where the scales begin, which sums have none of."""
+    """``Turn.words`` is made to put the plan's number of flags where the scales begin, which sums have none of."""
     first = source * tl.load(table + SCALES).to(tl.int32)
     return entry(table, 3, owner, WORLD).to(tl.pointer_type(tl.int32)) + first + index
 
@@ -79,14 +79,14 @@ def _impatient_scatter_tile(value, out, place, table, SPEC: tl.constexpr):
 
 
 def _plant_flags_by_plan(patch: Patch) -> None:
-    original = Turn._words
+    original = Turn.words
 
     def words(self: Turn) -> list[int]:
         found = original(self)
         found[TABLE.scales] = self.plan.num_flags
         return found
 
-    patch.setattr(Turn, "_words", words)
+    patch.setattr(Turn, "words", words)
     patch.setattr(policy, "flag_word", _flag_by_plan)
 
 

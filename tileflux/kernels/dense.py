@@ -18,7 +18,7 @@ import torch
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_host, library, steps
 from tileflux.kernels.copy import move
-from tileflux.kernels.gemm_launch import GATHER, GATHERED, SCATTER, SPREAD, launch_gemm, sms_for
+from tileflux.kernels.gemm_launch import GATHER, GATHERED, PLAIN, SCATTER, SPREAD, launch_gemm, sms_for
 from tileflux.kernels.launch import on_host
 from tileflux.kernels.loading import load_once
 from tileflux.kernels.operands import Operands, Role
@@ -27,7 +27,7 @@ from tileflux.kernels.reduce import reduce
 from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, spread_shards, turn
 from tileflux.symm.group import Group
 
-__all__ = ["gather_rows", "run_gather", "run_scatter", "run_spread"]
+__all__ = ["gather_rows", "multiply", "run_gather", "run_scatter", "run_spread"]
 
 _sides: weakref.WeakKeyDictionary[Group, torch.cuda.Stream] = weakref.WeakKeyDictionary()
 
@@ -66,7 +66,7 @@ def run_scatter(
     """Multiply and reduce-scatter; ``operands.out`` has this rank's rows."""
     if strategy == "sequential" or group.world_size == 1:
         mine = _own_part(operands, sum(rows))
-        library.multiply(mine, config)
+        multiply(group, mine, config)
         sizes = tuple(count * operands.num_columns * mine.out.element_size() for count in rows)
         reduce(group, op, mine.out, operands.out, reduce_plan(group.rank, sizes, scatter=True))
         return
@@ -85,6 +85,19 @@ def run_spread(group: Group, operands: Operands, config: GemmConfig) -> None:
         group, spread_shards("gemm_ar", group.world_size, len(out), out.shape[1], out.element_size(), config)
     )
     _run(operands, SPREAD, config, group, here, releases=True)
+
+
+def multiply(group: Group, operands: Operands, config: GemmConfig, *, load_only: bool = False) -> None:
+    """The plain product, within a collective call: the library's, or on virtual ranks that share a GPU our own.
+
+    The library loads its kernels when it first needs them, which may be while a peer waits for this rank, and then
+    never ends. Our own are loaded by ``load_only=True`` before anything waits.
+    """
+    if group.device.type == "cuda" and group.stream is not None:
+        if 0 not in operands.out.shape or load_only:
+            launch_gemm(operands, PLAIN, config, group=group, load_only=load_only)
+    elif not load_only:
+        library.multiply(operands, config)
 
 
 def gather_rows(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, rows: tuple[int, ...]) -> None:
@@ -111,6 +124,8 @@ def _gather_then_multiply(
     group: Group, parts: Sequence[Operands], rows: tuple[int, ...], config: GemmConfig, gathered: torch.Tensor | None
 ) -> None:
     x, scale_x = parts[0].x, parts[0].scale_x
+    for part in parts:
+        multiply(group, part, config, load_only=True)
     everything = x
     if group.world_size > 1:
         everything = x.new_empty((sum(rows), x.shape[1])) if gathered is None else gathered
@@ -122,7 +137,7 @@ def _gather_then_multiply(
     elif gathered is not None:
         gathered.copy_(x)
     for part in parts:
-        library.multiply(dataclasses.replace(part, x=everything, scale_x=scale_x), config)
+        multiply(group, dataclasses.replace(part, x=everything, scale_x=scale_x), config)
 
 
 def _copy_gathered(group: Group, here: Turn, x: torch.Tensor, gathered: torch.Tensor) -> None:
@@ -139,6 +154,8 @@ def _multiply_arriving(
     plan, rank, world_size = here.plan, group.rank, group.world_size
     x, scale_x = parts[0].x, parts[0].scale_x
     _load_steps(group, here, parts[0])
+    for part in parts:
+        multiply(group, part, config, load_only=True)
     with _beside(group, x, *(() if scale_x is None else (scale_x,))):
         steps.launch_feed(here, x, scale_x, _num_feeders(group, config), world_size)
     buffer = here.gathered(x.dtype, x.shape[1])
@@ -157,7 +174,7 @@ def _multiply_arriving(
                 scales = (scale_x if source == rank else here.gathered_scales())[cut]
             arrived = (x if source == rank else buffer)[cut]
             for part in parts:
-                library.multiply(dataclasses.replace(part, x=arrived, scale_x=scales, out=part.out[whole]), config)
+                multiply(group, dataclasses.replace(part, x=arrived, scale_x=scales, out=part.out[whole]), config)
     if gathered is not None:
         _copy_gathered(group, here, x, gathered)
     _join(group)
@@ -168,12 +185,11 @@ def _push_finished(group: Group, operands: Operands, config: GemmConfig, here: T
     plan, rank, world_size = here.plan, group.rank, group.world_size
     mine = _own_part(operands, sum(plan.rows))
     _load_steps(group, here, mine)
-    _load_library(group, here, mine, config)
     for owner in ((rank + 1 + hop) % world_size for hop in range(world_size)):
         rows = slice(plan.first_rows[owner], plan.first_rows[owner] + plan.rows[owner])
         scale = mine.scale_x if mine.scale_x is None or mine.scale_x.dim() == 0 else mine.scale_x[rows]
         part = dataclasses.replace(mine, x=mine.x[rows], scale_x=scale, out=mine.out[rows])
-        library.multiply(part, config)
+        multiply(group, part, config)
         with _beside(group, mine.out):
             steps.launch_push(here, part.out, owner, _num_feeders(group, config), world_size)
     _join(group)
@@ -234,16 +250,3 @@ def _load_later_parts(
         launch_gemm(part, GATHERED, config, group=group, turn=here, releases=ends, load_only=True)
     if gathered is not None:
         _load_steps(group, here, parts[0])
-
-
-def _load_library(group: Group, here: Turn, part: Operands, config: GemmConfig) -> None:
-    """Load the library's kernels, where a peer's sum may wait for what is multiplied here."""
-    kind = (part.x.dtype, part.num_columns, part.depth, part.k_major, part.bias is None)
-    for count in set(here.plan.rows):
-        load_once(group.device, ("library", count, *kind), partial(_rehearse, part, count, config))
-
-
-def _rehearse(part: Operands, num_rows: int, config: GemmConfig) -> None:
-    x, out = part.x.new_empty((num_rows, part.depth)), part.out.new_empty((num_rows, part.num_columns))
-    scale_x = part.scale_x if part.scale_x is None or part.scale_x.dim() == 0 else part.scale_x.new_empty(num_rows)
-    library.multiply(dataclasses.replace(part, x=x, out=out, scale_x=scale_x), config)

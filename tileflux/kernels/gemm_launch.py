@@ -74,7 +74,6 @@ def launch_gemm(
         world_size=1 if turn is None or group is None else group.world_size,
         num_feeders=num_feeders, releases=releases, use_tma=use_tma, plain=is_virtual,
     )  # fmt: skip
-    descriptors = _descriptors(operands, config, turn if role.gathers else None) if use_tma else _NONE
     table = _no_table(x.device) if turn is None else turn.table
 
     def launch(grid: int, spec: GemmSpec, descriptors: Descriptors) -> None:
@@ -96,6 +95,7 @@ def launch_gemm(
 
         load_once(x.device, (role.name, variant, config), load)
     if not load_only:
+        descriptors = _descriptors(operands, config, turn if role.gathers else None) if use_tma else _NONE
         launch(num_feeders + num_multipliers, spec, descriptors)
 
 

@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tileflux.config import GemmConfig
-from tileflux.kernels.dense import gather_rows, run_scatter, run_spread
-from tileflux.kernels.library import multiply
+from tileflux.kernels.dense import gather_rows, multiply, run_scatter, run_spread
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import split_rows
 from tileflux.ops import _dense
@@ -108,7 +107,7 @@ def _sum_products(group: Group, operands: Operands, choice: Choice) -> None:
     out = operands.out
     if choice.strategy == "sequential" or group.world_size == 1:
         partial = dataclasses.replace(operands, out=torch.empty_like(out))
-        multiply(partial, choice.config)
+        multiply(group, partial, choice.config)
         sum_everywhere(group, "gemm_ar", partial.out, out, choice.algorithm)
     elif choice.strategy == "fused" and choice.algorithm == "one_shot":
         run_spread(group, operands, choice.config)

@@ -94,7 +94,7 @@ class Workspace:
         self._segments: list[Segment] = []
         self._used = 0
         self._regions: dict[str, Region] = {}
-        self._retired_bytes = 0
+        self._retired: list[Region] = []
         self._failed = False
 
     def region(
@@ -130,7 +130,7 @@ class Workspace:
         region = self._carve(name, nbytes, owner, describe)
         self._failed = False
         if known is not None:
-            self._retired_bytes += known.nbytes
+            self._retired.append(known)
         self._regions[name] = region
         return region
 
@@ -139,12 +139,13 @@ class Workspace:
         return MemorySummary(
             heap_bytes=sum(segment.nbytes for segment in self._segments),
             region_bytes={name: region.nbytes for name, region in self._regions.items()},
-            retired_bytes=self._retired_bytes,
+            retired_bytes=sum(region.nbytes for region in self._retired),
         )
 
     def name_of(self, address: int) -> str:
         """The flag at an address of this rank's own memory, in words."""
-        for region in self._regions.values():
+        # Outgrown regions too: work queued before still uses them.
+        for region in (*self._regions.values(), *self._retired):
             if (name := region.name_of(address)) is not None:
                 return name
         return hex(address)
@@ -152,6 +153,7 @@ class Workspace:
     def close(self) -> None:
         """Drop the heap; tensors viewing it keep their memory."""
         self._regions.clear()
+        self._retired.clear()
         self._segments.clear()
         self._used = 0
 
