@@ -67,7 +67,7 @@ def _symmetric_bytes(
     dtype: torch.dtype,
     itemsize: int,
 ) -> int:
-    """Of the op's own buffers; mailboxes and flags, the same whatever the problem, not counted."""
+    """Of the op's own buffers; mailboxes, flags and scales (4 bytes a row) not counted."""
     m, n, k = shape
     if strategy == "sequential" or world_size == 1:
         return 0

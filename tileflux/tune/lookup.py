@@ -41,10 +41,11 @@ def lookup(problem: GemmProblem) -> Choice:
     """The choice of ``strategy="auto"`` for a problem."""
     algorithm, strategy, reason = "", *_strategy(problem)
     if problem.op == "gemm_ar":
-        incoming = problem.m * problem.n * 2 * (problem.world_size - 1)
+        itemsize = max(2, _ITEMSIZE[problem.dtype])  # of the result, as long as nobody asks for another type
+        incoming = problem.m * problem.n * itemsize * (problem.world_size - 1)
         small = incoming <= _ONE_SHOT_BYTES or problem.world_size <= 2
         algorithm = "one_shot" if small else "two_shot"
-        if small and problem.world_size > 1:
+        if small and incoming:
             strategy = "fused"
             reason = f"each rank takes in {incoming} bytes of partial sums: one step costs less than two"
     return Choice(strategy, algorithm, _tiles(problem), reason)
