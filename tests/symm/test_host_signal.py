@@ -10,13 +10,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tileflux.config import MAX_AHEAD
 from tileflux.symm import host_signal
 from tileflux.symm.host_signal import HostWords, reached, wrap
 
 
-@given(st.integers(-(2**40), 2**40), st.integers(-(2**31), 2**31 - 1))
+@given(
+    st.integers(-(2**40), 2**40),
+    st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 3) | st.integers(MAX_AHEAD - 3, MAX_AHEAD + 3),
+)
 def test_comparison_survives_the_wrap(wanted: int, ahead: int) -> None:
-    assert reached(wrap(wanted + ahead), wrap(wanted)) == (ahead >= 0)
+    assert reached(wrap(wanted + ahead), wrap(wanted)) == (0 <= ahead < MAX_AHEAD)
+
+
+def test_a_flag_that_nobody_ever_raised_is_not_reached_however_many_calls_there_were() -> None:
+    for calls in (1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - MAX_AHEAD):
+        assert not reached(0, wrap(calls)), calls
 
 
 def test_wrapped_numbers_fit_a_word() -> None:
