@@ -10,8 +10,7 @@ import triton.language as tl
 
 from tileflux.lang.epilogue import activate, scaled
 from tileflux.lang.remote import typed
-from tileflux.lang.signal import confirm
-from tileflux.lang.turn import CHUNK_ROWS, GUARD, NUM_CHUNKS, OP, RANK, SCALES, data, feed, release, shard, word
+from tileflux.lang.turn import CHUNK_ROWS, NUM_CHUNKS, RANK, SCALES, confirm_call, data, feed, release, shard, word
 
 __all__ = ["NUMBERS"]
 
@@ -61,7 +60,7 @@ def _gemm_kernel(
     if SPEC.releases:
         release(table_ptr, SPEC.world_size)
     elif SPEC.has_table:
-        confirm(tl.load(table_ptr + GUARD).to(tl.pointer_type(tl.int64)), word(table_ptr, OP))
+        confirm_call(table_ptr)
 
 
 @triton.jit

@@ -11,15 +11,13 @@ import triton.language as tl
 
 from tileflux.kernels.operands import ELEMENTS
 from tileflux.kernels.turns import Turn
-from tileflux.lang.policy import slot, sum_slots
+from tileflux.lang.policy import await_word, slot, sum_slots
 from tileflux.lang.remote import typed
-from tileflux.lang.signal import confirm, wait
 from tileflux.lang.turn import (
-    GUARD,
-    OP,
     RANK,
     SLOT_BYTES,
     ack_word,
+    confirm_call,
     counter_word,
     current_epoch,
     feed,
@@ -94,14 +92,14 @@ def _feed_kernel(
     BLOCK: tl.constexpr,
 ):
     feed(x, scale_x, row_bytes, table_ptr, tl.program_id(0), tl.num_programs(0), SCALED, WORLD, BLOCK)
-    _confirm(table_ptr)
+    confirm_call(table_ptr)
 
 
 @triton.jit(do_not_specialize=("source", "chunk", "table_ptr"))
 def _await_kernel(source: tl.int32, chunk: tl.int32, table_ptr, WORLD: tl.constexpr):
     flag = flag_word(table_ptr, word(table_ptr, RANK), source, chunk, WORLD)
-    _wait(flag, current_epoch(table_ptr, WORLD) + 1, source, table_ptr)
-    _confirm(table_ptr)
+    await_word(flag, current_epoch(table_ptr, WORLD) + 1, source, table_ptr)
+    confirm_call(table_ptr)
 
 
 @triton.jit(do_not_specialize=("partial", "nbytes", "owner", "table_ptr"))
@@ -111,13 +109,13 @@ def _push_kernel(
     rank = word(table_ptr, RANK)
     epoch = current_epoch(table_ptr, WORLD)
     if owner != rank:
-        _wait(ack_word(table_ptr, rank, owner, WORLD), epoch - 1, owner, table_ptr)
+        await_word(ack_word(table_ptr, rank, owner, WORLD), epoch - 1, owner, table_ptr)
     push_run(
         slot(table_ptr, owner, rank, epoch, WORLD), partial, nbytes.to(tl.int64),
         flag_word(table_ptr, owner, rank, 0, WORLD), epoch + 1,
         counter_word(table_ptr, rank, owner, 0, WORLD), tl.program_id(0), tl.num_programs(0), BLOCK,
     )  # fmt: skip
-    _confirm(table_ptr)
+    confirm_call(table_ptr)
 
 
 @triton.jit(do_not_specialize=("out", "num_elements", "table_ptr"))
@@ -134,7 +132,7 @@ def _sum_kernel(
     epoch = current_epoch(table_ptr, WORLD)
     for hop in range(WORLD):
         source = (rank + hop) % WORLD
-        _wait(flag_word(table_ptr, rank, source, 0, WORLD), epoch + 1, source, table_ptr)
+        await_word(flag_word(table_ptr, rank, source, 0, WORLD), epoch + 1, source, table_ptr)
     first = slot(table_ptr, rank, tl.full((), 0, tl.int32), epoch, WORLD)
     stride = tl.load(table_ptr + SLOT_BYTES)
     num_elements = num_elements.to(tl.int64)
@@ -158,13 +156,3 @@ def _sum_kernel(
 @triton.jit(do_not_specialize=("table_ptr",))
 def _release_kernel(table_ptr, WORLD: tl.constexpr):
     release(table_ptr, WORLD)
-
-
-@triton.jit
-def _confirm(table):
-    confirm(tl.load(table + GUARD).to(tl.pointer_type(tl.int64)), word(table, OP))
-
-
-@triton.jit
-def _wait(flag, wanted, peer, table):
-    wait(flag, wanted, peer, tl.load(table + GUARD).to(tl.pointer_type(tl.int64)), word(table, OP))

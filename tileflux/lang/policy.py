@@ -23,6 +23,7 @@ from tileflux.lang.turn import (
 )
 
 __all__ = [
+    "await_word",
     "scatter_tile",
     "slot",
     "spread_tile",
@@ -166,7 +167,13 @@ def _pitch(N, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _wait(flag, wanted, peer, table, SPEC: tl.constexpr):
+def await_word(flag, wanted, peer, table):
+    """``wait`` with the guard and the op of the plan."""
     wait(flag, wanted, peer, tl.load(table + GUARD).to(tl.pointer_type(tl.int64)), word(table, OP))
+
+
+@triton.jit
+def _wait(flag, wanted, peer, table, SPEC: tl.constexpr):
+    await_word(flag, wanted, peer, table)
     if SPEC.use_tma:
         tma_fence()

@@ -22,6 +22,7 @@ from tileflux.lang.signal import arrive, confirm, signal, wait
 
 __all__ = [
     "ack_word",
+    "confirm_call",
     "counter_word",
     "current_epoch",
     "data",
@@ -135,11 +136,17 @@ def push_run(to, source, nbytes, flag, value, counter, feeder, num_feeders, BLOC
 
 
 @triton.jit
+def confirm_call(table):
+    """``confirm`` with the guard and the op of the plan: the end of every launch that waits."""
+    confirm(tl.load(table + GUARD).to(tl.pointer_type(tl.int64)), word(table, OP))
+
+
+@triton.jit
 def release(table, WORLD: tl.constexpr):
     """End of a launch that ends a call: its last program tells the peers that this rank has finished."""
     rank = word(table, RANK)
     epoch = current_epoch(table, WORLD)
-    confirm(tl.load(table + GUARD).to(tl.pointer_type(tl.int64)), word(table, OP))
+    confirm_call(table)
     control = _control(table, rank, WORLD)
     if arrive(control + _DONE, tl.num_programs(0)):
         for hop in range(1, WORLD):
