@@ -27,7 +27,7 @@ from tileflux.kernels.reduce import reduce
 from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, spread_shards, turn
 from tileflux.symm.group import Group
 
-__all__ = ["gather_rows", "multiply", "run_gather", "run_scatter", "run_spread"]
+__all__ = ["gather_rows", "multiply", "pipelined_tiles", "run_gather", "run_scatter", "run_spread"]
 
 _sides: weakref.WeakKeyDictionary[Group, torch.cuda.Stream] = weakref.WeakKeyDictionary()
 
@@ -48,7 +48,7 @@ def run_gather(
     shards = gather_shards("ag_gemm", rows, x.shape[1] * x.element_size(), scale_x is not None, config.num_chunks)
     here = turn(group, shards)
     if strategy == "fused" or on_host(group):
-        tiles = _whole_chunks(config) if strategy == "pipelined" else config
+        tiles = pipelined_tiles(config) if strategy == "pipelined" else config
         _load_later_parts(group, here, parts, tiles, gathered)
         for index, part in enumerate(parts):
             ends = gathered is None and index == len(parts) - 1
@@ -70,7 +70,7 @@ def run_scatter(
         sizes = tuple(count * operands.num_columns * mine.out.element_size() for count in rows)
         reduce(group, op, mine.out, operands.out, reduce_plan(group.rank, sizes, scatter=True))
         return
-    tiles = _whole_chunks(config) if strategy == "pipelined" else config
+    tiles = pipelined_tiles(config) if strategy == "pipelined" else config
     here = turn(group, scatter_shards("gemm_rs", rows, operands.num_columns, operands.out.element_size(), tiles))
     if strategy == "fused" or on_host(group):
         _run(operands, SCATTER, tiles, group, here, releases=True)
@@ -202,7 +202,7 @@ def _own_part(operands: Operands, num_rows: int) -> Operands:
     return dataclasses.replace(operands, out=out.new_empty((num_rows, out.shape[1])))
 
 
-def _whole_chunks(config: GemmConfig) -> GemmConfig:
+def pipelined_tiles(config: GemmConfig) -> GemmConfig:
     """Tiles as large as they go: one announcement per shard, and on the CPU one product."""
     return dataclasses.replace(config, block_m=1024, block_n=1024)
 

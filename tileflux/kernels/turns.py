@@ -176,18 +176,30 @@ class Turn:
         begin = self.plan.scales
         return self._data.view(owner)[begin : begin + 4 * sum(self.plan.rows)].view(torch.float32)
 
-    def slot(self, owner: int, source: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
-        """``source``'s slot at ``owner`` in the half that this call uses."""
+    def slot(
+        self, owner: int, source: int, dtype: torch.dtype, num_columns: int, epoch: int | None = None
+    ) -> torch.Tensor:
+        """``source``'s slot at ``owner`` in the half that call number ``epoch``, by default this one, uses."""
         plan = self.plan
-        begin = (self.epoch() & 1) * self._half_bytes + source * plan.slot_bytes
+        half = (self.epoch() if epoch is None else epoch) & 1
+        begin = half * self._half_bytes + source * plan.slot_bytes
         num_rows = max(1, *plan.rows)
         size = num_rows * num_columns * dtype.itemsize
         return self._data.view(owner)[begin : begin + size].view(dtype).view(num_rows, num_columns)
 
-    def flag(self, owner: int, index: int) -> torch.Tensor:
-        """The word in ``owner``'s memory by which this rank announces chunk or tile ``index``."""
-        place = self._place(self._rank, index)
-        return self._flags.view(owner, torch.int32)[place : place + 1]
+    def flag(self, owner: int, index: int, source: int | None = None) -> torch.Tensor:
+        """The word at ``owner`` by which ``source``, by default this rank, announces chunk or tile ``index``."""
+        place = self._place(self._rank if source is None else source, index)
+        return self.flags(owner)[place : place + 1]
+
+    def flags(self, owner: int) -> torch.Tensor:
+        """All flags in ``owner``'s memory: those of all sources for chunk or tile 0, then for 1, and so on."""
+        return self._flags.view(owner, torch.int32)
+
+    def ack(self, owner: int, peer: int) -> torch.Tensor:
+        """The word in ``owner``'s memory that says how many calls ``peer`` has finished."""
+        place = CONTROL.ack + peer
+        return self._control.view(owner, torch.int32)[place : place + 1]
 
     def raise_flag(self, owner: int, index: int) -> None:
         """Announce chunk or tile ``index`` to ``owner``."""

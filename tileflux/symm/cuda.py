@@ -18,7 +18,13 @@ from tileflux.symm.base import Copy, FlagWrite, Segment, Traits
 from tileflux.symm.processes import ProcessTransport
 from tileflux.symm.stream_copy import StreamCopier
 
-__all__ = ["CudaTransport", "has_multicast", "write_flag"]
+__all__ = [
+    "CudaTransport",
+    "fused_all_gather_matmul",
+    "fused_matmul_reduce_scatter",
+    "has_multicast",
+    "write_flag",
+]
 
 
 _CLOSING_S = 5.0
@@ -107,3 +113,16 @@ def write_flag(word: torch.Tensor, value: int) -> None:
         symm_mem._SymmetricMemory.memset32(word, offset=0, val=value & 0xFFFFFFFF, count=1)
     else:
         symm_mem._SymmetricMemory.stream_write_value32(word, 0, value & 0xFFFFFFFF)
+
+
+def fused_all_gather_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Torch's own ``all_gather(x) @ weight`` in the default process group: what ours is compared with."""
+    name = dist.distributed_c10d._get_default_group().group_name
+    _, (result,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight], gather_dim=0, group_name=name)
+    return torch.as_tensor(result)
+
+
+def fused_matmul_reduce_scatter(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Torch's own ``reduce_scatter(x @ weight)`` in the default process group."""
+    name = dist.distributed_c10d._get_default_group().group_name
+    return torch.as_tensor(torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight, "sum", 0, name))

@@ -1,0 +1,1 @@
+"""Numbers about overlap: figures, timelines and their pictures. Computes and draws; never launches."""

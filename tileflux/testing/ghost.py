@@ -1,0 +1,160 @@
+"""The ranks that are not there: a ghost world's peers, played by stream operations.
+
+The real rank runs a fused op as it would among W ranks. Its peers' rows and partial sums come over the host's link by
+the copy engine, its own go out over it, and flags and acks are written and waited for by the streams themselves, so
+that nothing here needs an SM. Peers are as fast as the real rank: what a peer has to compute before it can send is sent
+when the real rank has computed as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tileflux.kernels.turns import Turn
+from tileflux.symm.ghost import GhostTransport, stream_wait, stream_write
+from tileflux.symm.group import Group
+
+__all__ = ["Ghosts", "Stamp", "ghost_group"]
+
+_NUM_BLOCKS = 8  # of flags under way: calls that may be queued before the first has ended
+
+
+def ghost_group(world_size: int, device: torch.device | str = "cuda", *, timeout_s: float | None = None) -> Group:
+    """A group of ``world_size`` ranks of which only rank 0 is real."""
+    if world_size < 2:
+        raise ValueError(f"world_size={world_size} should be at least 2: a ghost world has one real rank, and ghosts")
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    return Group(GhostTransport(world_size, device), timeout_s=timeout_s)
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """When a ghost's chunk was on the link."""
+
+    source: int
+    chunk: int
+    nbytes: int
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+@dataclass
+class Ghosts:
+    """The peers of a ghost group. For every call of an op by the real rank they make one here, queued beside it.
+
+    ``start`` ties them to the current stream, so that they begin when it comes there; ``join`` lets it wait for them.
+    """
+
+    group: Group
+    stamps: list[Stamp] | None = None
+    """If a list, transfers are timed and noted here."""
+    _epochs: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Two streams: peers go on sending while they wait for the real rank's rows.
+        self._sending, self._answering = (torch.cuda.Stream(self.group.device) for _ in range(2))
+        self._blocks: list[torch.Tensor | None] = [None] * _NUM_BLOCKS
+
+    def start(self) -> None:
+        """From here on the ghosts' work follows what the current stream holds so far."""
+        for stream in (self._sending, self._answering):
+            stream.wait_stream(torch.cuda.current_stream(self.group.device))
+
+    def join(self) -> None:
+        """Make the current stream wait for all that the ghosts do."""
+        for stream in (self._sending, self._answering):
+            torch.cuda.current_stream(self.group.device).wait_stream(stream)
+
+    def gather(self, here: Turn, x: torch.Tensor) -> None:
+        """Send every ghost's rows of ``x``, pinned ``[M, K]``, in the order the real rank needs them; take its own."""
+        rank, world_size, plan = self.group.rank, self.group.world_size, here.plan
+        epoch = self._next(plan.op)
+        buffer = here.gathered(x.dtype, x.shape[1])
+        with torch.cuda.stream(self._sending):
+            for source in ((rank + hop) % world_size for hop in range(1, world_size)):
+                stream_wait(here.ack(source, rank), epoch)
+                for chunk in range(plan.num_chunks):
+                    rows = plan.chunk(source, chunk)
+                    if rows:
+                        first = plan.first_rows[source]
+                        place = slice(first + rows.start, first + rows.stop)
+                        self._send(source, chunk, buffer[place], x[place])
+                        stream_write(here.flag(rank, chunk, source), epoch + 1)
+        last = max((chunk for chunk in range(plan.num_chunks) if plan.chunk(rank, chunk)), default=None)
+        with torch.cuda.stream(self._answering):
+            for peer in ((rank - hop) % world_size for hop in range(1, world_size)):
+                if last is not None:
+                    stream_wait(here.flag(peer, last), epoch + 1)
+                stream_write(here.ack(rank, peer), epoch + 1)
+
+    def scatter(self, here: Turn, partials: Sequence[torch.Tensor], tile_rows: int | None) -> None:
+        """Send every ghost's partial sums of the real rank's rows, pinned ``[m, N]`` by source; take its own for them.
+
+        A ghost sends at the step at which it would have computed them. The last one's rows come ``tile_rows`` at a
+        time, and their flags with them: those of all sources, since no tile can be summed before the last has come.
+        With None a flag announces a whole shard, as the pipelined strategy has it.
+        """
+        rank, world_size, plan = self.group.rank, self.group.world_size, here.plan
+        epoch = self._next(plan.op)
+        num_rows, num_columns = partials[rank].shape
+        with torch.cuda.stream(self._sending):
+            for hop in range(world_size - 1):
+                owner, source = (rank + 1 + hop) % world_size, (rank - 1 - hop) % world_size
+                if plan.rows[owner]:
+                    stream_wait(here.flag(owner, self._last_flag(here, owner, tile_rows)), epoch + 1)
+                slot = here.slot(rank, source, partials[rank].dtype, num_columns, epoch)
+                if hop < world_size - 2:
+                    self._send(source, 0, slot[:num_rows], partials[source])
+                    continue
+                height = tile_rows or max(1, num_rows)
+                for chunk, first in enumerate(range(0, num_rows, height)):
+                    rows = slice(first, min(num_rows, first + height))
+                    self._send(source, chunk, slot[rows], partials[source][rows])
+                    self._raise_flags(here, chunk, tile_rows, epoch)
+        with torch.cuda.stream(self._answering):
+            for peer in ((rank + hop) % world_size for hop in range(1, world_size)):
+                if plan.rows[peer]:
+                    stream_wait(here.flag(peer, self._last_flag(here, peer, tile_rows)), epoch + 1)
+                stream_write(here.ack(rank, peer), epoch + 1)
+
+    def num_calls(self, op: str) -> int:
+        """Calls of ``op`` that the ghosts have made."""
+        return self._epochs.get(op, 0)
+
+    def _next(self, op: str) -> int:
+        epoch = self._epochs.get(op, 0)
+        self._epochs[op] = epoch + 1
+        return epoch
+
+    def _send(self, source: int, chunk: int, to: torch.Tensor, rows: torch.Tensor) -> None:
+        if self.stamps is None:
+            to.copy_(rows, non_blocking=True)
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        to.copy_(rows, non_blocking=True)
+        end.record()
+        self.stamps.append(Stamp(source, chunk, rows.nbytes, begin, end))
+
+    def _last_flag(self, here: Turn, owner: int, tile_rows: int | None) -> int:
+        """The flag of the last tile in ``owner``'s rows."""
+        num_m = -(-here.plan.rows[owner] // tile_rows) if tile_rows else 1
+        return num_m * self._tiles_per_row(here, tile_rows) - 1
+
+    def _tiles_per_row(self, here: Turn, tile_rows: int | None) -> int:
+        return here.plan.num_flags // -(-max(1, *here.plan.rows) // tile_rows) if tile_rows else 1
+
+    def _raise_flags(self, here: Turn, row: int, tile_rows: int | None, epoch: int) -> None:
+        """The flags of one row of tiles, as one copy from pinned memory."""
+        count = self._tiles_per_row(here, tile_rows) * self.group.world_size
+        number = epoch % _NUM_BLOCKS
+        block = self._blocks[number]
+        if block is None or len(block) < count:
+            block = self._blocks[number] = torch.empty(count, dtype=torch.int32, pin_memory=True)
+        block.fill_(epoch + 1)
+        here.flags(self.group.rank)[row * count : (row + 1) * count].copy_(block[:count], non_blocking=True)

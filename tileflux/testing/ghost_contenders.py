@@ -1,0 +1,314 @@
+"""What ``tileflux bench`` compares in a ghost world: library products and the copy engine, and ours in each strategy.
+
+The baselines move the same bytes in both directions, by the copy engine, which takes no SM: the best that plain code
+can do on this link. Ours plays against ghosts (``testing/ghost.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tileflux import ops
+from tileflux.config import GemmConfig
+from tileflux.kernels.dense import pipelined_tiles
+from tileflux.kernels.plan import split_rows
+from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, turn
+from tileflux.symm.group import Group
+from tileflux.testing.contenders import Contender, Shape, Suite, draw, product
+from tileflux.testing.ghost import Ghosts
+from tileflux.testing.numerics import assert_close
+from tileflux.tune.lookup import Choice, lookup, problem_for
+
+__all__ = ["GhostGather", "GhostScatter", "ghost_suite"]
+
+_NO_MAILBOX = "ghosts do not play the mailboxes of our collectives; the baseline is the same with copy engines"
+
+
+def ghost_suite(group: Group, op: str, shape: Shape, dtype: str, strategies: tuple[str, ...]) -> Suite:
+    """A dense op by the real rank of a ghost world."""
+    kinds: dict[str, type[GhostTask]] = {"ag_gemm": GhostGather, "gemm_rs": GhostScatter}
+    if op not in kinds:
+        raise ValueError(f"{op} is not played by ghosts; {' and '.join(kinds)} are. Use --where mps")
+    task = kinds[op](group, op, shape, getattr(torch, dtype))
+    parts: dict[str, Callable[[], object]] = {
+        "gemm": task.multiply, "comm": task.communicate, "beside": task.beside
+    }  # fmt: skip
+    contenders = [
+        Contender("sequential", task.sequential, task.check),
+        Contender("pipelined", task.pipelined, task.check),
+    ]
+    suite = Suite(parts, contenders, task.poison, task.choice.strategy)
+    suite.skipped["torch"] = "torch's fused ops need real ranks"
+    for strategy in strategies:
+        if strategy == "sequential":
+            suite.skipped["ours sequential"] = _NO_MAILBOX
+        elif strategy == "auto" and task.choice.strategy == "sequential":
+            contenders.append(Contender("ours auto", task.sequential, task.check))
+        else:
+            run = task.caller(strategy)
+            contenders.append(Contender(f"ours {strategy}", run, task.check_ours))
+    return suite
+
+
+class GhostTask:
+    """One op of the real rank: its tensors, what ghosts send, and what the result must be."""
+
+    out: torch.Tensor
+    x: torch.Tensor
+    weight: torch.Tensor
+    expected: torch.Tensor
+    choice: Choice
+
+    def __init__(self, group: Group, op: str, shape: Shape, dtype: torch.dtype) -> None:
+        self.group, self.op, self.shape, self.dtype = group, op, shape, dtype
+        self.rank, self.world_size, self.device = group.rank, group.world_size, group.device
+        self.rows = split_rows(shape[0], self.world_size)
+        self.sizes = None if len(set(self.rows)) == 1 else list(self.rows)
+        self.ghosts = _ghosts(group)
+        self._incoming, self._outgoing = (torch.cuda.Stream(self.device) for _ in range(2))
+        self.here: Turn | None = None
+        self.epoch = 0
+
+    def choose(self) -> Choice:
+        """What lookup says of this shape."""
+        n, k = len(self.weight), self.x.shape[1]
+        return lookup(problem_for(self.op, self.shape[0], n, k, self.dtype, self.device, self.group))
+
+    def place(self, rank: int) -> slice:
+        """The rows of ``rank`` among all."""
+        first = sum(self.rows[:rank])
+        return slice(first, first + self.rows[rank])
+
+    def multiply(self) -> None:
+        """The whole product alone."""
+        raise NotImplementedError
+
+    def copies(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Step by step: what comes in (to, from) and what goes out (to, from)."""
+        raise NotImplementedError
+
+    def communicate(self) -> None:
+        """All copies, in both directions at once."""
+        current = torch.cuda.current_stream(self.device)
+        streams = (self._incoming, self._outgoing)
+        for stream in streams:
+            stream.wait_stream(current)
+        for to, source, target, mine in self.copies():
+            with torch.cuda.stream(self._incoming):
+                to.copy_(source, non_blocking=True)
+            with torch.cuda.stream(self._outgoing):
+                target.copy_(mine, non_blocking=True)
+        for stream in streams:
+            current.wait_stream(stream)
+
+    def beside(self) -> None:
+        """Product and copies at once, neither waiting for the other."""
+        current = torch.cuda.current_stream(self.device)
+        streams = (self._incoming, self._outgoing)
+        for stream in streams:
+            stream.wait_stream(current)
+        for to, source, target, mine in self.copies():
+            with torch.cuda.stream(self._incoming):
+                to.copy_(source, non_blocking=True)
+            with torch.cuda.stream(self._outgoing):
+                target.copy_(mine, non_blocking=True)
+        self.multiply()
+        for stream in streams:
+            current.wait_stream(stream)
+
+    def sequential(self) -> None:
+        """One after the other."""
+        raise NotImplementedError
+
+    def pipelined(self) -> None:
+        """A library product per shard."""
+        raise NotImplementedError
+
+    def caller(self, strategy: str) -> Callable[[], None]:
+        """Our op in a strategy, with the ghosts beside it."""
+        raise NotImplementedError
+
+    def poison(self) -> None:
+        """Fill the result with what no right one contains."""
+        self.out.fill_(torch.nan)
+
+    def check(self) -> None:
+        """Compare the last result with what it must be."""
+        assert_close(self.out, self.expected, reduction=self.shape[2], what=self.op)
+
+    def check_ours(self) -> None:
+        """The same, and what the ghosts have got."""
+        self.check()
+        self.check_departed()
+
+    def check_departed(self) -> None:
+        """Compare what has reached the ghosts."""
+        raise NotImplementedError
+
+
+class GhostGather(GhostTask):
+    """``ag_gemm``."""
+
+    def __init__(self, group: Group, op: str, shape: Shape, dtype: torch.dtype) -> None:
+        super().__init__(group, op, shape, dtype)
+        m, n, k = shape
+        everything = draw(1, (m, k), dtype, self.device)
+        self.weight = draw(2, (split_rows(n, self.world_size)[self.rank], k), dtype, self.device)
+        self.x = everything[self.place(self.rank)].clone()
+        self.expected = product(everything, self.weight)
+        self.ghost_rows = torch.empty(m, k, dtype=dtype, pin_memory=True).copy_(everything)
+        self.gathered = torch.zeros_like(everything)
+        # Where one's own rows lie in the gathered ones they are before the call, as a layer's output could be.
+        self.gathered[self.place(self.rank)] = self.x
+        self._outbox = [torch.empty(self.x.shape, dtype=dtype, pin_memory=True) for _ in self.rows]
+        self.out = torch.empty(m, len(self.weight), dtype=dtype, device=self.device)
+        self.choice = self.choose()
+
+    def multiply(self) -> None:
+        torch.mm(self.gathered, self.weight.t(), out=self.out)
+
+    def copies(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        pairs = []
+        for hop in range(1, self.world_size):
+            source, peer = (self.rank + hop) % self.world_size, (self.rank - hop) % self.world_size
+            place = self.place(source)
+            pairs.append((self.gathered[place], self.ghost_rows[place], self._outbox[peer], self.x))
+        return pairs
+
+    def sequential(self) -> None:
+        self.communicate()
+        self.multiply()
+
+    def pipelined(self) -> None:
+        current = torch.cuda.current_stream(self.device)
+        for stream in (self._incoming, self._outgoing):
+            stream.wait_stream(current)
+        arrived = []
+        for to, source, target, mine in self.copies():
+            with torch.cuda.stream(self._incoming):
+                to.copy_(source, non_blocking=True)
+                arrived.append(self._incoming.record_event())
+            with torch.cuda.stream(self._outgoing):
+                target.copy_(mine, non_blocking=True)
+        for hop in range(self.world_size):
+            if hop:
+                current.wait_event(arrived[hop - 1])
+            place = self.place((self.rank + hop) % self.world_size)
+            torch.mm(self.gathered[place], self.weight.t(), out=self.out[place])
+        current.wait_stream(self._outgoing)
+
+    def caller(self, strategy: str) -> Callable[[], None]:
+        row_bytes = self.shape[2] * self.dtype.itemsize
+        here = turn(self.group, gather_shards(self.op, self.rows, row_bytes, False, self.choice.config.num_chunks))
+
+        def call() -> None:
+            self.here = here
+            self.ghosts.start()
+            self.ghosts.gather(here, self.ghost_rows)
+            ops.ag_gemm(self.x, self.weight, group=self.group, sizes=self.sizes, strategy=strategy, out=self.out)
+            self.ghosts.join()
+
+        return call
+
+    def check_departed(self) -> None:
+        assert self.here is not None
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                received = self.here.rows_at(peer, self.dtype, self.shape[2])[self.place(self.rank)]
+                assert torch.equal(received.to(self.device), self.x), f"rank {peer} did not get this rank's rows"
+
+
+class GhostScatter(GhostTask):
+    """``gemm_rs``."""
+
+    def __init__(self, group: Group, op: str, shape: Shape, dtype: torch.dtype) -> None:
+        super().__init__(group, op, shape, dtype)
+        m, n, k = shape
+        depth = split_rows(k, self.world_size)[self.rank]
+        self.x, self.weight = draw(1, (m, depth), dtype, self.device), draw(2, (n, depth), dtype, self.device)
+        self.exact = product(self.x, self.weight)
+        size = (self.rows[self.rank], n)
+        mine = self.exact[self.place(self.rank)]
+        # As large as a rank's own: sums of as many products.
+        drawn = [draw(3 + source, size, torch.float32, self.device) * depth**0.5 for source in range(self.world_size)]
+        self.partials = [torch.empty(size, dtype=dtype, pin_memory=True).copy_(each) for each in drawn]
+        others = (each for source, each in enumerate(self.partials) if source != self.rank)
+        self.expected = mine + torch.stack([each.to(self.device).float() for each in others]).sum(0)
+        self.whole = torch.empty(m, n, dtype=dtype, device=self.device)
+        self._slots = torch.empty(self.world_size, *size, dtype=dtype, device=self.device)
+        self._outbox = [torch.empty(rows, n, dtype=dtype, pin_memory=True) for rows in self.rows]
+        self.out = torch.empty(size, dtype=dtype, device=self.device)
+        self.choice = self.choose()
+
+    def multiply(self) -> None:
+        torch.mm(self.x, self.weight.t(), out=self.whole)
+
+    def _steps(self) -> list[tuple[int, int]]:
+        """(owner of what goes out, source of what comes in), step by step."""
+        return [
+            ((self.rank + 1 + hop) % self.world_size, (self.rank - 1 - hop) % self.world_size)
+            for hop in range(self.world_size - 1)
+        ]
+
+    def copies(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        return [
+            (self._slots[source], self.partials[source], self._outbox[owner], self.whole[self.place(owner)])
+            for owner, source in self._steps()
+        ]
+
+    def sequential(self) -> None:
+        self.multiply()
+        self.communicate()
+        self._slots[self.rank].copy_(self.whole[self.place(self.rank)])
+        torch.sum(self._slots, 0, out=self.out)
+
+    def pipelined(self) -> None:
+        current = torch.cuda.current_stream(self.device)
+        for (owner, _), (to, source, target, mine) in zip(self._steps(), self.copies(), strict=True):
+            torch.mm(self.x[self.place(owner)], self.weight.t(), out=mine)
+            # A peer can send what it has computed at the same step.
+            for stream in (self._incoming, self._outgoing):
+                stream.wait_stream(current)
+            with torch.cuda.stream(self._incoming):
+                to.copy_(source, non_blocking=True)
+            with torch.cuda.stream(self._outgoing):
+                target.copy_(mine, non_blocking=True)
+        torch.mm(self.x[self.place(self.rank)], self.weight.t(), out=self._slots[self.rank])
+        for stream in (self._incoming, self._outgoing):
+            current.wait_stream(stream)
+        torch.sum(self._slots, 0, out=self.out)
+
+    def caller(self, strategy: str) -> Callable[[], None]:
+        config = self.choice.config
+        is_fused = (self.choice.strategy if strategy == "auto" else strategy) == "fused"
+        tiles: GemmConfig = config if is_fused else pipelined_tiles(config)
+        here = turn(self.group, scatter_shards(self.op, self.rows, self.shape[1], self.dtype.itemsize, tiles))
+
+        def call() -> None:
+            self.here, self.epoch = here, self.ghosts.num_calls(self.op)
+            self.ghosts.start()
+            self.ghosts.scatter(here, self.partials, tiles.block_m if is_fused else None)
+            ops.gemm_rs(self.x, self.weight, group=self.group, sizes=self.sizes, strategy=strategy, out=self.out)
+            self.ghosts.join()
+
+        return call
+
+    def check_departed(self) -> None:
+        assert self.here is not None
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                slot = self.here.slot(peer, self.rank, self.dtype, self.shape[1], self.epoch)[: self.rows[peer]]
+                exact = self.exact[self.place(peer)]
+                assert_close(
+                    slot.to(self.device), exact, reduction=self.x.shape[1], what=f"partial sums for rank {peer}"
+                )
+
+
+_played: dict[str, Ghosts] = {}
+
+
+def _ghosts(group: Group) -> Ghosts:
+    """One set of ghosts per group: they count its calls."""
+    return _played.setdefault(group.name, Ghosts(group))

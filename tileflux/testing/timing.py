@@ -1,0 +1,63 @@
+"""A stopwatch for calls that only queue work, and rounds in which everything compared takes its turn.
+
+Clocks drift with heat and power, so nothing is timed alone: each round times everything once, in turn, and ratios are
+taken between medians over the same rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+__all__ = ["Stopwatch", "time_rounds"]
+
+_HEAD_START_CYCLES = 3_000_000  # about 1.6 ms: the host has queued the whole call before the GPU comes to it
+
+
+class Stopwatch:
+    """Seconds of one call, from when ``together`` lets this rank's stream, or thread, go."""
+
+    def __init__(self, device: torch.device, together: Callable[[], object]) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._together = together
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Run ``call`` once and wait for it."""
+        if not self._on_gpu:
+            self._together()
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # What the host does to queue a call is not what is timed here.
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+        self._together()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def time_rounds(
+    watch: Stopwatch,
+    calls: Mapping[str, Callable[[], object]],
+    num_rounds: int,
+    *,
+    num_warmups: int = 2,
+    after_round: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Seconds of each call in each round, by name. Rounds go through the calls forwards and backwards in turn."""
+    names = list(calls)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(-num_warmups, num_rounds):
+        # Turned round every time, so that nobody always follows the same neighbour's heat and caches.
+        for name in names if number % 2 == 0 else reversed(names):
+            took = watch.seconds(calls[name])
+            if number >= 0:
+                seconds[name].append(took)
+        if number >= 0:
+            after_round()
+    return seconds
