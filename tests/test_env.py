@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tileflux import env
+from tileflux.config import Link
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,6 +31,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (env.check, False),
         (env.cpu_backend, "host"),
         (env.transport, "auto"),
+        (env.link, None),
         (env.interpreting, False),
         (env.torchrun_present, False),
         (env.local_rank, 0),
@@ -48,6 +50,7 @@ def test_defaults(read: Callable[[], Any], default: Any) -> None:
         (env.cpu_backend, "TILEFLUX_CPU_BACKEND", "interpret", "interpret"),
         (env.transport, "TILEFLUX_TRANSPORT", "shm", "shm"),
         (env.transport, "TILEFLUX_TRANSPORT", "cuda", "cuda"),
+        (env.link, "TILEFLUX_LINK", "2GB/s,20us", Link(2e9, 20e-6)),
         (env.interpreting, "TRITON_INTERPRET", "1", True),
         (env.local_rank, "LOCAL_RANK", "3", 3),
     ],
@@ -70,6 +73,8 @@ def test_values(
         (env.check, "TILEFLUX_CHECK", "yes", "is not one of 0, 1"),
         (env.cpu_backend, "TILEFLUX_CPU_BACKEND", "gpu", "is not one of host, interpret"),
         (env.transport, "TILEFLUX_TRANSPORT", "", "is not one of auto, shm, cuda"),
+        (env.link, "TILEFLUX_LINK", "", "is not a link: '' should be a bandwidth in bytes, such as 500MB/s"),
+        (env.link, "TILEFLUX_LINK", "1GB/s,5", "is not a link: '5' should be a latency, such as 20us"),
     ],
 )
 def test_wrong_values_are_named(

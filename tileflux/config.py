@@ -5,7 +5,10 @@ A leaf: kernels, symmetric memory and tuning all read it, and it reads nothing o
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
+from decimal import Decimal
 
 __all__ = [
     "CONTROL",
@@ -14,13 +17,16 @@ __all__ = [
     "MAX_CHUNKS",
     "NUM_SLOTS",
     "TABLE",
+    "TRACE",
     "CommConfig",
     "ControlLayout",
     "GemmConfig",
     "GemmProblem",
     "GuardLayout",
+    "Link",
     "MailboxLayout",
     "TableLayout",
+    "TraceLayout",
 ]
 
 NUM_SLOTS = 2
@@ -138,14 +144,16 @@ class MailboxLayout:
 class ControlLayout:
     """The words by which the ranks of a fused op take turns with its buffers (see ``lang/turn.py``), 32 bits each.
 
-    ``epoch`` (calls this rank has finished) and ``done`` (programs of the running launch that have ended) are private.
+    ``epoch`` (calls this rank has finished), ``done`` (programs of the running launch that have ended) and ``next``
+    (what the flags of the running call are set to, for copies to carry) are private.
     ``ack`` has a word per peer: the calls that peer has finished. ``counters`` are private: feeders that have moved
     their part of a chunk, ``[world_size, MAX_CHUNKS]``.
     """
 
     epoch: int = 0
     done: int = 1
-    ack: int = 2
+    next: int = 2
+    ack: int = 3
 
     def counters(self, world_size: int) -> int:
         """Index of the first counter."""
@@ -183,6 +191,30 @@ class TableLayout:
 
 
 TABLE = TableLayout()
+
+
+@dataclass(frozen=True)
+class TraceLayout:
+    """What a recorded launch writes down (``lang/trace.py``), in 64-bit words.
+
+    First, for every peer and chunk, when sending it began and when it was announced: ``[world_size, MAX_CHUNKS, 2]``.
+    Then ``tile_words`` per step of the tile order: when the tile was finished (0: there was none), when it asked for
+    what it waits for, when that was there, when its product was, and four pairs of 32-bit numbers: SM and program,
+    owner and chunk, row and column of the tile, its turn twice.
+    """
+
+    tile_words: int = 8
+
+    def first_tile(self, world_size: int) -> int:
+        """Index of the first tile's words."""
+        return world_size * MAX_CHUNKS * 2
+
+    def num_words(self, world_size: int, num_steps: int) -> int:
+        """Words of one recording."""
+        return self.first_tile(world_size) + num_steps * self.tile_words
+
+
+TRACE = TraceLayout()
 
 
 @dataclass(frozen=True)
@@ -244,3 +276,66 @@ class GemmProblem:
     def rows_per_rank(self) -> int:
         """Rows of the largest even shard."""
         return -(-self.m // self.world_size)
+
+
+_DECIMAL_RATES = {"GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
+_RATES = {**_DECIMAL_RATES, "kB": 10**3, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_TIMES = {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6"), "ns": Decimal("1e-9")}
+_QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]+)\s*")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a rank sends through: a copy takes the link for ``nbytes / bytes_per_s`` and lands ``latency_s`` later.
+
+    Written ``1GB/s,50us``: B, KB, MB or GB a second (KiB, MiB and GiB are powers of two), then ns, us, ms or s. ``str``
+    gives a text that reads back as the very same link.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bytes_per_s < math.inf:  # false for NaN too
+            raise ValueError(f"bytes_per_s={self.bytes_per_s} should be positive and finite")
+        if not 0 <= self.latency_s < math.inf:
+            raise ValueError(f"latency_s={self.latency_s} should be finite, and not negative")
+
+    @classmethod
+    def parse(cls, text: str) -> Link:
+        """The link that ``text`` describes; without a latency it has none."""
+        rate, comma, latency = text.partition(",")
+        bytes_per_s = _parse(rate, {f"{unit}/s": Decimal(size) for unit, size in _RATES.items()})
+        if bytes_per_s is None or not 0 < bytes_per_s < math.inf:
+            raise ValueError(
+                f"{rate!r} should be a bandwidth in bytes, such as 500MB/s; units are {', '.join(_RATES)}; "
+                "a right link is 1GB/s,50us"
+            )
+        latency_s = _parse(latency, _TIMES) if comma else 0.0
+        if latency_s is None or latency_s == math.inf:
+            raise ValueError(
+                f"{latency!r} should be a latency, such as 20us; units are {', '.join(_TIMES)}; "
+                "a right link is 1GB/s,50us"
+            )
+        return cls(bytes_per_s, latency_s)
+
+    def __str__(self) -> str:
+        rate = _write(self.bytes_per_s, {f"{unit}/s": Decimal(size) for unit, size in _DECIMAL_RATES.items()})
+        return f"{rate},{_write(self.latency_s, _TIMES)}" if self.latency_s else rate
+
+
+def _parse(text: str, units: dict[str, Decimal]) -> float | None:
+    found = _QUANTITY.fullmatch(text)
+    if found is None or found[2] not in units:
+        return None
+    try:
+        return float(Decimal(found[1]) * units[found[2]])  # rounded once: 50us is the float nearest to 0.00005
+    except ArithmeticError:  # an exponent of seven digits
+        return None
+
+
+def _write(value: float, units: dict[str, Decimal]) -> str:
+    """In the largest unit of which it is at least one. Exact: a unit is a power of ten."""
+    exact = Decimal(repr(float(value)))
+    unit = next((name for name, size in units.items() if exact >= size), list(units)[-1])
+    return f"{(exact / units[unit]).normalize():f}{unit}"

@@ -11,12 +11,15 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+from tileflux.config import Link
+
 __all__ = [
     "VARIABLES",
     "check",
     "compiler_environment",
     "cpu_backend",
     "interpreting",
+    "link",
     "local_rank",
     "scoped",
     "set_variables",
@@ -34,6 +37,8 @@ VARIABLES: Mapping[str, str] = {
     "the Triton kernels interpreted (needs TRITON_INTERPRET=1 and testing.interpreter.install()). Default host.",
     "TILEFLUX_TRANSPORT": "auto, shm or cuda: who carries the bytes of a group made from a process group. "
     "Default auto: cuda for CUDA devices, shm for the CPU.",
+    "TILEFLUX_LINK": "Emulates a link between CPU ranks, such as 2GB/s,20us: what a rank sends takes that long, "
+    "without using a core. Default: none, bytes move as fast as the machine copies them.",
 }
 
 
@@ -55,6 +60,17 @@ def cpu_backend() -> str:
 def transport() -> str:
     """``auto``, ``shm`` or ``cuda``."""
     return _choice("TILEFLUX_TRANSPORT", "auto", ("auto", "shm", "cuda"))
+
+
+def link() -> Link | None:
+    """The link that CPU ranks send through, if one is to be emulated."""
+    text = os.environ.get("TILEFLUX_LINK")
+    if text is None:
+        return None
+    try:
+        return Link.parse(text)
+    except ValueError as error:
+        raise ValueError(f"TILEFLUX_LINK={text!r} is not a link: {error}") from None
 
 
 def set_variables(others: Iterable[str] = ()) -> dict[str, str]:

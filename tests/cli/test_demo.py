@@ -35,7 +35,7 @@ PRODUCT = re.compile(r" \d+ x \d+ x \d+ ")
 
 
 def invoke(*arguments: str) -> Any:
-    return CliRunner(env={"COLUMNS": "80"}).invoke(app, ["demo", *arguments])
+    return CliRunner(env={"COLUMNS": "80"}).invoke(app, ["demo", "--no-picture", *arguments])
 
 
 def rows_of(output: str) -> list[str]:

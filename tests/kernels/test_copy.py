@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -83,7 +84,9 @@ def test_a_late_rank_is_told_that_what_it_got_is_worthless() -> None:
 
     interpreter.install()
     early, late = run_ranks(_one_comes_late, 2, group_kwargs={"config": SMALL, "timeout_s": 0.5})
-    assert "rank 0 waited 0.5 s for rank 1" in early
+    waited = re.search(r"rank 0 waited (\d+(\.\d+)?) s for rank 1", early)
+    # On a busy machine it is longer before the rank looks at the clock, and notices that it has waited long enough.
+    assert waited is not None and 0.5 <= float(waited[1]) < 2.0, early
     assert "rank 0 had given up waiting for rank 1" in late
 
 

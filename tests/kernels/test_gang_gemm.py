@@ -39,7 +39,7 @@ def _gang_gemm_kernel(
     table = tl.load(row + 5).to(tl.pointer_type(tl.int64))
     _gemm_kernel(
         tl.load(row), tl.load(row + 1), tl.load(row + 2), zero, zero, zero, M, N, K,
-        tl.load(row + 3), tl.load(row + 4), None, None, None, table, ORDER, WAIT, FINISH, SPEC,
+        tl.load(row + 3), tl.load(row + 4), None, None, None, zero, table, ORDER, WAIT, FINISH, SPEC,
     )  # fmt: skip
 
 

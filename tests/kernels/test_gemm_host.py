@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tileflux
+from tileflux import Group, env
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_host
 from tileflux.kernels.gemm_host import Tile, tiles
 from tileflux.kernels.gemm_launch import GATHER, PLAIN, SCATTER, SPREAD
 from tileflux.kernels.operands import Operands, Role
 from tileflux.kernels.turns import ShardPlan, gather_shards, scatter_shards, spread_shards, turn
-from tileflux.testing import assert_close, nan_like, poisoned
+from tileflux.testing import assert_close, nan_like, poisoned, run_ranks
 from tileflux.testing.dense import DENSE_DTYPES, SCALED_DTYPES, expected_gemm, gemm_case, reduction
+from tileflux.testing.dense_protocols import COMM, PROTOCOLS, run_protocol
+from tileflux.testing.simulator import simulate
 
 configs = st.builds(
     GemmConfig,
@@ -214,3 +219,93 @@ def test_int8_is_summed_exactly() -> None:
     gemm_host.run_gemm(Operands(x, weight, out, scale_x=scale), PLAIN, SMALL)
     total = 127 * 127 * 100_000 - 127 * 126
     assert out.item() == torch.tensor(total, dtype=torch.float64).float().item() * 2.0**-10
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_through_a_link(protocol: str, world_size: int) -> None:
+    """Ranks without rows or columns, several weights, scales, regions that grow, ranks a call ahead of each other."""
+    with env.scoped({"TILEFLUX_LINK": "100MB/s,500us"}):
+        run_ranks(run_protocol, world_size, args=(protocol, int(torch.randint(1000, ()))))
+
+
+@pytest.mark.skipif(not env.interpreting(), reason="kernels of this process are compiled")
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_no_schedule_of_copies_brings_it_to_a_halt(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
+    monkeypatch.setattr(env, "cpu_backend", lambda: "host")
+    with env.scoped({"TILEFLUX_LINK": "1GB/s"}):
+        for seed in range(3):
+            # Tiles are not contiguous, which the race detector takes its memory to be.
+            simulate(run_protocol, 3, seed=seed, args=(protocol, seed), config=COMM, races=False)
+
+
+CALLS: dict[str, Any] = {
+    "ag_gemm": lambda x, w, **named: tileflux.ag_gemm(x[: len(x) // 2], w, **named),
+    "gemm_rs": tileflux.gemm_rs,
+    "gemm_ar": lambda x, w, **named: tileflux.gemm_ar(x, w, algorithm="one_shot", **named),
+    "gemm_ar, two shot": lambda x, w, **named: tileflux.gemm_ar(x, w, algorithm="two_shot", **named),
+}
+
+
+def _results(group: Group, seed: int, out_dtype: torch.dtype) -> list[torch.Tensor]:
+    draws = torch.Generator().manual_seed(seed + group.rank)
+    x, weight = torch.randn(70, 40, generator=draws), torch.randn(50, 40, generator=draws)
+    return [
+        call(x, weight, group=group, strategy=strategy, config=SMALL, out_dtype=out_dtype)
+        for name, call in CALLS.items()
+        for strategy in ("sequential", "pipelined", "fused")
+        if (name, strategy) != ("gemm_ar", "pipelined")
+    ]
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_link_changes_no_bit(out_dtype: torch.dtype) -> None:
+    seed = int(torch.randint(2**31, ()))
+    direct = run_ranks(_results, 2, args=(seed, out_dtype))
+    with env.scoped({"TILEFLUX_LINK": "50MB/s,300us"}):
+        linked = run_ranks(_results, 2, args=(seed, out_dtype))
+    for rank, (ours, theirs) in enumerate(zip(linked, direct, strict=True)):
+        same = [torch.equal(y, right) for y, right in zip(ours, theirs, strict=True)]
+        assert all(same), f"seed {seed}, rank {rank}: {same}"
+
+
+def _timed(group: Group, name: str, strategy: str, tile_s: float) -> float:
+    """Seconds of a call whose every product takes ``tile_s`` and no core, like the link."""
+    product = gemm_host._Weight.product
+
+    def slow(*arguments: Any) -> torch.Tensor:
+        time.sleep(tile_s)
+        return product(*arguments)
+
+    x, weight = torch.randn(128, 16), torch.randn(64, 16)
+    config = GemmConfig(block_m=16, block_n=64, num_chunks=1)
+    CALLS[name](x, weight, group=group, strategy=strategy, config=config)
+    gemm_host._Weight.product = slow  # type: ignore[method-assign]
+    group.barrier()
+    start = time.monotonic()
+    CALLS[name](x, weight, group=group, strategy=strategy, config=config)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "nbytes"),
+    [
+        ("ag_gemm", "fused", 64 * 16 * 4),
+        ("gemm_rs", "pipelined", 64 * 64 * 4),
+        ("gemm_rs", "fused", 64 * 64 * 4),
+        ("gemm_ar", "fused", 128 * 64 * 4),
+    ],
+)
+def test_what_is_sent_takes_its_time(name: str, strategy: str, nbytes: int) -> None:
+    with env.scoped({"TILEFLUX_LINK": f"{nbytes / 0.2}B/s,5ms"}):
+        assert min(run_ranks(_timed, 2, args=(name, strategy, 0.0))) >= 0.205
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [("ag_gemm", 64 * 16 * 4), ("gemm_rs", 64 * 64 * 4)])
+def test_sending_and_multiplying_overlap(name: str, nbytes: int) -> None:
+    """Eight tiles of a tenth of a second each, and 0.4 s of sending: one after the other would take 1.2 s."""
+    longest: list[float] = []
+    with env.scoped({"TILEFLUX_LINK": f"{nbytes / 0.4}B/s"}):
+        while len(longest) < 3 and min(longest, default=2.0) > 1.0:  # a busy machine may spoil one
+            longest.append(max(run_ranks(_timed, 2, args=(name, "fused", 0.1))))
+    assert 0.8 <= min(longest) <= 1.0, longest

@@ -98,3 +98,128 @@ def test_keys_are_settled_from_the_bottom_up() -> None:
         used = {line.split()[1] for line in source.splitlines() if line.startswith("from tileflux.")}
         assert not used & set(loading._MODULES[position:]), f"{name} comes before what it calls"
     loading.settle_keys()
+
+
+class VirtualGroup:
+    """A virtual rank as loading sees it: a stream of its own, a world that is at work or not, a deadline."""
+
+    def __init__(self, timeout_s: float = 30.0) -> None:
+        self.timeout_s = timeout_s
+        self.log: list[str] = []
+        self.idle = threading.Event()
+        self.looked = threading.Event()
+        self.stream = SimpleNamespace(synchronize=lambda: self.log.append("synchronize"))
+
+    def is_idle(self) -> bool:
+        self.looked.set()
+        self.log.append("look")
+        return self.idle.is_set()
+
+
+def start_loading(group: VirtualGroup, key: str) -> tuple[threading.Thread, list[str]]:
+    """On a thread; returns once it has seen that the world is at work."""
+    launched: list[str] = []
+    thread = threading.Thread(target=lambda: load_once(GPU, key, lambda: launched.append(key), group))  # type: ignore[arg-type]
+    thread.start()
+    assert group.looked.wait(10)
+    return thread, launched
+
+
+def test_a_virtual_rank_loads_when_no_rank_has_work(gpu: SimpleNamespace) -> None:
+    group = VirtualGroup()
+    thread, launched = start_loading(group, "a")
+    time.sleep(0.05)
+    assert thread.is_alive() and launched == []
+    group.idle.set()
+    thread.join(10)
+    assert launched == ["a"] and group.log[0] == "synchronize" and group.log.count("synchronize") == 1
+    before = len(group.log)
+    load_once(GPU, "a", lambda: pytest.fail("launched again"), group)  # type: ignore[arg-type]
+    assert len(group.log) == before, "a kernel that is loaded waits for nothing"
+
+
+def test_ones_own_work_is_done_before_the_lock_is_asked_for(gpu: SimpleNamespace) -> None:
+    """A peer may wait for it, and needs the lock for what it launches."""
+    group = VirtualGroup()
+    group.idle.set()
+    held: list[bool] = []
+    group.stream.synchronize = lambda: held.append(is_held())
+    load_once(GPU, "a", lambda: held.append(is_held()), group)  # type: ignore[arg-type]
+    assert held == [False, True]
+
+
+def is_held() -> bool:
+    """Whether any thread has the lock: asked by another one, since it may be taken twice."""
+    found: list[bool] = []
+
+    def ask() -> None:
+        free = loading.lock.acquire(blocking=False)
+        if free:
+            loading.lock.release()
+        found.append(not free)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_the_lock_is_free_while_a_rank_waits_for_standstill(gpu: SimpleNamespace) -> None:
+    """Others launch, and load, meanwhile: what they launch is what the world is at work with."""
+    group = VirtualGroup()
+    thread, launched = start_loading(group, "a")
+    for number in range(20):
+        assert loading.lock.acquire(timeout=10), "nobody can launch while a rank waits"
+        loading.lock.release()
+        load_once(GPU, number, lambda: None)
+    assert launched == []
+    group.idle.set()
+    thread.join(10)
+    assert launched == ["a"]
+
+
+def test_it_does_not_begin_while_somebody_launches(gpu: SimpleNamespace) -> None:
+    group = VirtualGroup()
+    group.idle.set()
+    launched: list[str] = []
+    with loading.launching(group):  # type: ignore[arg-type]
+        thread = threading.Thread(target=lambda: load_once(GPU, "a", lambda: launched.append("a"), group))  # type: ignore[arg-type]
+        thread.start()
+        time.sleep(0.05)
+        assert launched == []
+    thread.join(10)
+    assert launched == ["a"]
+
+
+def test_who_waits_goes_on_when_another_rank_has_loaded_it(gpu: SimpleNamespace) -> None:
+    group = VirtualGroup()
+    thread, launched = start_loading(group, "a")
+    theirs: list[str] = []
+    load_once(GPU, "a", lambda: theirs.append("a"))
+    thread.join(10)
+    assert not thread.is_alive() and theirs == ["a"] and launched == [] and not group.idle.is_set()
+
+
+def test_past_the_deadline_it_loads_anyway(gpu: SimpleNamespace) -> None:
+    """The rank that then waits in vain says so; here nothing could."""
+    group = VirtualGroup(timeout_s=0.1)
+    launched: list[str] = []
+    start = time.monotonic()
+    load_once(GPU, "a", lambda: launched.append("a"), group)  # type: ignore[arg-type]
+    assert launched == ["a"] and time.monotonic() - start >= 0.1 and group.log.count("look") > 1
+
+
+def test_groups_that_are_not_virtual_wait_for_nobody(gpu: SimpleNamespace) -> None:
+    group = SimpleNamespace(stream=None)
+    launched: list[str] = []
+    load_once(GPU, "a", lambda: launched.append("a"), group)  # type: ignore[arg-type]
+    assert launched == ["a"]
+
+
+def test_only_virtual_ranks_on_a_gpu_launch_under_the_lock() -> None:
+    for group, held in ((None, False), (SimpleNamespace(stream=None), False), (VirtualGroup(), True)):
+        with loading.launching(group):  # type: ignore[arg-type]
+            assert is_held() == held
+            with loading.launching(group):  # type: ignore[arg-type]
+                assert is_held() == held, "a launch within a launch"
+        assert not is_held()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 
@@ -119,6 +120,43 @@ def test_views_lie_where_the_plan_says() -> None:
         mine._control.view(dtype=torch.int32)[CONTROL.epoch] = epoch
         slots[epoch] = [mine.slot(1, source, torch.float16, 6).data_ptr() - mine._data.address(1) for source in (0, 1)]
     assert slots[0] == slots[2] == [0, 64] and slots[1] == slots[3] == [256, 256 + 64]
+    for epoch in (0, 1, 6, 7, -1, 2**31 - 1):
+        found = mine.slot(1, 1, torch.float16, 6, epoch)
+        assert found.data_ptr() - mine._data.address(1) == slots[epoch & 1][1], "whatever call the rank is at"
+        assert found.shape == (5, 6)
+
+
+def test_words_lie_where_peers_and_kernels_look_for_them() -> None:
+    groups = tileflux.local_groups(3)
+    made = make_turns(groups, gather_shards("ag_gemm", (4, 4, 4), 16, False, 1))
+    for rank, here in enumerate(made):
+        assert here.group is groups[rank]
+        for owner in range(3):
+            assert len(here.flags(owner)) == here.plan.num_flags * 3 and here.flags(owner).dtype == torch.int32
+            for index in (0, 1, MAX_CHUNKS - 1):
+                for source in range(3):
+                    word = here.flag(owner, index, source)
+                    place = here._flags.address(owner) + 4 * (3 * index + source)
+                    assert word.data_ptr() == place == here.flags(owner)[3 * index + source :].data_ptr()
+                    assert word.shape == (1,) and word.data_ptr() == made[source].flag(owner, index).data_ptr()
+            for peer in range(3):
+                ack = here.ack(owner, peer)
+                assert ack.data_ptr() == here._control.address(owner) + 4 * (CONTROL.ack + peer)
+                assert ack.shape == (1,) and ack.dtype == torch.int32
+    made[1].raise_flag(2, 5)
+    assert made[0].flag(2, 5, source=1).item() == 1 and made[0].flags(2).count_nonzero() == 1
+    made[1].release()
+    assert [made[0].ack(owner, 1).item() for owner in range(3)] == [1, 0, 1]
+
+
+def test_a_turn_keeps_no_group_alive() -> None:
+    (group,) = tileflux.local_groups(1)
+    here = turn(group, gather_shards("ag_gemm", (4,), 16, False, 1))
+    assert here.group is group
+    del group
+    gc.collect()
+    with pytest.raises(AssertionError, match="does not outlive its group"):
+        _ = here.group
 
 
 def test_flags_and_epochs_go_from_rank_to_rank() -> None:

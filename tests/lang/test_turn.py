@@ -24,7 +24,8 @@ ROW_BYTES = 24
 
 @triton.jit
 def _feed_kernel(x, scale_x, row_bytes, table_ptr, SCALED: tl.constexpr, WORLD: tl.constexpr):
-    feed(x, scale_x, row_bytes, table_ptr, tl.program_id(0), tl.num_programs(0), SCALED, WORLD, 64)
+    nowhere = tl.full((), 0, tl.int64)
+    feed(x, scale_x, row_bytes, table_ptr, tl.program_id(0), tl.num_programs(0), nowhere, SCALED, WORLD, 64, False)
 
 
 @triton.jit

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+from tileflux import ops
 from tileflux.config import CommConfig
-from tileflux.testing.shapes import GEMM_SHAPES, MESSAGE_SHAPES
+from tileflux.testing.shapes import GEMM_SHAPES, MESSAGE_SHAPES, MODEL_SHAPES
 
 SHAPES = {entry.name: entry for entry in MESSAGE_SHAPES}
 GEMMS = {entry.name: entry for entry in GEMM_SHAPES}
@@ -64,3 +65,47 @@ def test_the_reasons_of_tiles_are_true() -> None:
     assert GEMMS["tall"].m >= 8 * TILE and GEMMS["tall"].n < 16
     assert GEMMS["wide"].n >= 8 * TILE and GEMMS["wide"].m < 16
     assert GEMMS["deep"].k >= 32 * BLOCK_K and max(GEMMS["deep"].m, GEMMS["deep"].n) < TILE
+
+
+def test_layers_of_models_are_named_once_and_have_reasons() -> None:
+    assert set(MODEL_SHAPES) == {"flux", "gpt3", "llama", "decode"}
+    for shapes in MODEL_SHAPES.values():
+        assert len({(shape.name, shape.m) for shape in shapes}) == len(shapes)
+        assert len({(shape.m, shape.n, shape.k, shape.ops) for shape in shapes}) == len(shapes)
+        assert all(shape.why and min(shape.m, shape.n, shape.k) >= 1 for shape in shapes)
+
+
+def test_a_layer_is_divided_by_columns_or_by_rows() -> None:
+    for shapes in MODEL_SHAPES.values():
+        for shape in shapes:
+            assert all(hasattr(ops, op) for op in shape.ops)
+            by_columns, by_rows = "ag_gemm" in shape.ops, {"gemm_rs", "gemm_ar"} & set(shape.ops)
+            assert by_columns != bool(by_rows)
+            divided = shape.n if by_columns else shape.k
+            assert all(divided % world_size == 0 for world_size in (2, 4, 8)), shape
+    assert {op for shape in MODEL_SHAPES["decode"] for op in shape.ops} == {"gemm_ar", "gemm"}
+    for name in ("flux", "gpt3", "llama"):
+        assert {op for shape in MODEL_SHAPES[name] for op in shape.ops} == {"ag_gemm", "gemm_rs", "gemm_ar", "gemm"}
+
+
+def test_layers_are_as_wide_as_their_models() -> None:
+    """From the models' own numbers: hidden size, heads, heads of keys and values, width of the MLP."""
+    models = {"8b": (4096, 32, 8, 14336), "70b": (8192, 64, 8, 28672)}
+    llama = {shape.name: (shape.n, shape.k) for shape in MODEL_SHAPES["llama"]}
+    for name, (hidden, heads, kv_heads, inner) in models.items():
+        head = hidden // heads
+        assert head == 128
+        assert llama[f"{name}_qkv"] == ((heads + 2 * kv_heads) * head, hidden)
+        assert llama[f"{name}_gate_up"] == (2 * inner, hidden)
+        assert llama[f"{name}_attention_out"] == (hidden, heads * head)
+        assert llama[f"{name}_down"] == (hidden, inner)
+    gpt3 = {shape.name: (shape.n, shape.k) for shape in MODEL_SHAPES["gpt3"]}
+    hidden = 96 * 128
+    assert gpt3["qkv"] == (3 * hidden, hidden) and gpt3["attention_out"] == (hidden, hidden)
+    assert gpt3["up"] == (4 * hidden, hidden) and gpt3["down"] == (hidden, 4 * hidden)
+    flux = {(shape.name, shape.n, shape.k) for shape in MODEL_SHAPES["flux"]}
+    assert flux == {("gpt3_up", *gpt3["up"]), ("gpt3_down", *gpt3["down"])}
+    assert {shape.m for shape in MODEL_SHAPES["flux"]} == {512 << power for power in range(5)}
+    decode = MODEL_SHAPES["decode"]
+    assert all((shape.n, shape.k) == llama[shape.name] for shape in decode)
+    assert (min(shape.m for shape in decode), max(shape.m for shape in decode)) == (1, 256)

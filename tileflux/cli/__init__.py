@@ -16,8 +16,10 @@ import typer
 from typer.main import get_command
 
 import tileflux
+from tileflux.cli.bench import bench
 from tileflux.cli.demo import demo
 from tileflux.cli.doctor import doctor
+from tileflux.cli.profile import profile
 
 __all__ = ["app", "main"]
 
@@ -25,8 +27,10 @@ _INTERRUPTED = 130
 _TERMINATED = 143
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+app.command()(bench)
 app.command()(demo)
 app.command()(doctor)
+app.command()(profile)
 
 
 def _show_version(wanted: bool) -> None:
@@ -49,6 +53,8 @@ def _root(
       tileflux demo            run every op on this machine, and check it
       tileflux doctor          what works on this machine, and what does not
       tileflux doctor --json   the same for a bug report or a script
+      tileflux bench ag_gemm 4096 49152 12288
+                               how much of the communication is hidden
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

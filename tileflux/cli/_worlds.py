@@ -6,27 +6,34 @@ import enum
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from tileflux import env
 from tileflux.errors import RankFailed, TilefluxError, TransportUnavailable
+from tileflux.symm.group import Group
 from tileflux.testing.ranks import Where, run_ranks
 
 __all__ = [
     "MPS_CONTROL",
+    "BenchPlace",
     "Place",
     "World",
     "choose",
+    "choose_for_bench",
     "cpu_processes",
     "explain",
+    "ghost_world",
     "gpu_processes",
     "is_unavailable",
     "mps_processes",
     "num_gpus",
     "run",
+    "run_here",
     "shared_gpu_processes",
+    "torchrun_world",
     "virtual_ranks",
 ]
 
@@ -43,12 +50,27 @@ class Place(enum.StrEnum):
     MPS = "mps"
 
 
+class BenchPlace(enum.StrEnum):
+    """Where the user wants the ranks of a benchmark: as in ``Place``, and two ways that only measuring has."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    LOCAL = "local"
+    MPS = "mps"
+    GHOST = "ghost"
+    TORCHRUN = "torchrun"
+
+
 @dataclass(frozen=True)
 class World:
-    """``size`` ranks, started by ``run_ranks`` as ``where`` and ``device`` say; ``text`` says it to people."""
+    """``size`` ranks, started by ``run_ranks`` as ``where`` and ``device`` say; ``text`` says it to people.
+
+    Two ways are not ``run_ranks``'s: ``ghost`` is one process whose peers are played for it, and with ``torchrun`` this
+    process is a rank already, of a world whose size is 0 here until it has met the others.
+    """
 
     size: int
-    where: Where
+    where: Where | Literal["ghost", "torchrun"]
     device: str
     text: str
 
@@ -82,6 +104,18 @@ def shared_gpu_processes(size: int) -> World:
 def gpu_processes(size: int) -> World:
     """A GPU for each process."""
     return World(size, "spawn", "cuda", f"{_count(size, 'process')} with a GPU each")
+
+
+def ghost_world(size: int) -> World:
+    """One rank on a GPU, whose peers are nobody: their bytes come and go by themselves at the speed of PCIe."""
+    return World(size, "ghost", "cuda:0", f"1 rank with {_count(size - 1, 'ghost peer')} behind PCIe")
+
+
+def torchrun_world(size: int = 0) -> World:
+    """The processes that a launcher started, of which this is one."""
+    device = "cuda" if num_gpus() and env.transport() != "shm" else "cpu"
+    place = "with a GPU each" if device == "cuda" else "over shared memory"
+    return World(size, "torchrun", device, f"{_count(size, 'process')} of torchrun {place}")
 
 
 def _count(size: int, noun: str) -> str:
@@ -120,6 +154,28 @@ def choose(place: Place, size: int) -> World:
     return mps_processes(size)
 
 
+def choose_for_bench(place: BenchPlace, size: int) -> World:
+    """The same for a benchmark. ``auto`` under a launcher is the launcher's world, not one more in every process."""
+    if place is BenchPlace.TORCHRUN or (place is BenchPlace.AUTO and env.torchrun_present()):
+        if not env.torchrun_present():
+            raise ValueError(
+                "--where torchrun is for processes that torchrun started: "
+                "torchrun --nproc-per-node 4 -m tileflux bench ... --where torchrun"
+            )
+        return torchrun_world()
+    if place is not BenchPlace.GHOST:
+        return choose(Place(place.value), size)
+    if size < 2:
+        raise ValueError(f"--where ghost needs at least one ghost beside the rank; --world {size} has none")
+    if not num_gpus():
+        raise ValueError("--where ghost needs a GPU, and torch sees none here; use --where cpu")
+    if env.interpreting():
+        raise ValueError("TRITON_INTERPRET=1 keeps kernels off the GPU that --where ghost needs; unset it")
+    if env.transport() == "shm":
+        raise ValueError("TILEFLUX_TRANSPORT=shm does not go with ranks that need cuda; unset it")
+    return ghost_world(size)
+
+
 def run(
     world: World,
     function: Callable[..., Any],
@@ -128,11 +184,17 @@ def run(
     timeout_s: float,
     group_timeout_s: float | None = None,
 ) -> list[Any]:
-    """``function(group, *args)`` on every rank; results in rank order, or ``RankFailed``.
+    """``function(group, *args)`` on every rank that is to be started; results in rank order, or ``RankFailed``.
 
-    Virtual ranks get a process of their own: threads cannot be stopped, a process can.
+    Virtual ranks get a process of their own: threads cannot be stopped, a process can. A ghost world has one result.
     """
+    assert world.where != "torchrun", "these ranks run already: run_here"
     settings = {} if group_timeout_s is None else {"timeout_s": group_timeout_s}
+    if world.where == "ghost":
+        return run_ranks(
+            _run_ghost, 1, args=(world.size, function, args), where="spawn", device=world.device, timeout_s=timeout_s,
+            make_group=False,
+        )  # fmt: skip
     if world.where != "virtual":
         return run_ranks(
             function, world.size, args=args, where=world.where, device=world.device, timeout_s=timeout_s,
@@ -143,6 +205,24 @@ def run(
         device=world.device, timeout_s=timeout_s + _GRACE_S, make_group=False,
     )  # fmt: skip
     return list(results)
+
+
+def run_here(group: Group, function: Callable[..., Any], args: Sequence[Any] = ()) -> list[Any]:
+    """``function(group, *args)`` on this rank of a launcher's world; all ranks' results on rank 0, none elsewhere."""
+    result = function(group, *args)
+    results: list[Any] | None = [None] * group.world_size if group.rank == 0 else None
+    dist.gather_object(result, results)
+    return results or []
+
+
+def _run_ghost(
+    rank: int, num_processes: int, world_size: int, function: Callable[..., Any], args: Sequence[Any]
+) -> Any:
+    # Here, because only a machine with a GPU can make it.
+    from tileflux.testing.ghost import ghost_group
+
+    with ghost_group(world_size) as group:
+        return function(group, *args)
 
 
 def _run_virtual(

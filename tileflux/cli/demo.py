@@ -20,14 +20,17 @@ import tileflux
 from tileflux import env
 from tileflux.cli._console import Progress, fail, make_console
 from tileflux.cli._measure import DTYPE, RankReport, measure, names, sizes
-from tileflux.cli._worlds import Place, World, choose, explain, is_unavailable, run, virtual_ranks
+from tileflux.cli._worlds import Place, World, choose, cpu_processes, explain, is_unavailable, run, virtual_ranks
+from tileflux.cli.profile import record
 from tileflux.errors import RankFailed, TilefluxError
+from tileflux.testing.bench import BenchCase
 from tileflux.testing.collectives import COLLECTIVES
 
 __all__ = ["Row", "demo", "merge"]
 
 _TIMEOUT_S = 240.0
 _MAX_RANKS = 16
+_PICTURE_RANKS, _PICTURE, _PICTURE_LINK = 4, (1024, 1024, 1024), "200MB/s,50us"
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,16 @@ def demo(
             "memory. local: virtual ranks in one process. mps: processes sharing one GPU.",
         ),
     ] = Place.AUTO,
+    picture: Annotated[
+        bool, typer.Option("--picture/--no-picture", help="End with a picture of overlap: CPU ranks, emulated link.")
+    ] = True,
 ) -> None:
     """Run every collective, and every strategy of the dense ops, on this machine; check each result, and time it.
 
     Results are compared with what all ranks' inputs say they must be and, between processes, with torch.distributed.
     Collectives are compared bit for bit, products within the rounding of their type.
-    A wrong result gets no time, and the exit status is 1.
+    A wrong result gets no time, and the exit status is 1. Then 4 CPU ranks multiply over an emulated link, one step
+    after the other and fused, and a page shows when each tile ran.
 
     \b
     Examples:
@@ -82,6 +89,33 @@ def demo(
         raise typer.Exit(1)
     took = time.monotonic() - start
     console.print(f"[bold green]All {len(rows)} results are right[/] on {place}, in {took:.1f} s.")
+    if picture:
+        _draw(console)
+
+
+def _draw(console: Console) -> None:
+    """What overlap is, on any machine: the same product with its communication in front of it, and inside it."""
+    world, case = cpu_processes(_PICTURE_RANKS), BenchCase("ag_gemm", *_PICTURE, "float32", ("fused",), 5)
+    page = Path(tempfile.gettempdir(), "tileflux-demo.html")
+    try:
+        with env.scoped({"TILEFLUX_LINK": _PICTURE_LINK}), Progress(console, lambda: "recording a call tile by tile"):
+            drawn = record(world, case, "cpu")
+        drawn.write(page, None)
+    except (TilefluxError, OSError) as error:
+        fail("demo", f"no picture: {str(error).partition(chr(10))[0]}", 1)
+    result = drawn.measured.result
+    assert result is not None
+    plain, fused = result.find("sequential"), result.find("ours fused")
+    assert plain is not None and fused is not None and result.comm is not None
+    share = result.hidden(fused) or 0.0
+    console.print(
+        f"\nag_gemm {_size_text(_PICTURE)} on {_PICTURE_RANKS} CPU ranks over an emulated link of {_PICTURE_LINK}: "
+        f"{_time_text(result.comm.seconds)} to send, {_time_text(result.gemm.seconds)} to multiply. "
+        f"One after the other {_time_text(plain.seconds)}, fused {_time_text(fused.seconds)}: "
+        f"[bold]{100 * share:.0f} % of the communication is hidden[/].",
+        width=min(80, console.width),
+    )
+    console.print(f"Every tile of it: {page}", soft_wrap=True)
 
 
 def _choose(place: Place, size: int) -> World:

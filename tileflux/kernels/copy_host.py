@@ -2,18 +2,24 @@
 
 Lanes run one after the other, each to its end, like the programs of an interpreted kernel: a rank that began a second
 lane before the first was done would wait for a peer that does not.
+
+Where a link is emulated, pieces go through it on the group's copying thread, and a call returns when its last piece has
+landed: until then the thread reads what the caller passed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from tileflux.kernels.plan import Extent, MovePlan, num_pieces, part
+from tileflux.symm.base import Copy, FlagWrite
 from tileflux.symm.group import Group
+from tileflux.symm.host_copy import link_of
+from tileflux.symm.host_signal import HostWords
 
-__all__ = ["HostLane", "host_lanes", "move"]
+__all__ = ["HostLane", "host_lanes", "move", "wait_for_copies"]
 
 
 class HostLane:
@@ -21,6 +27,8 @@ class HostLane:
 
     def __init__(self, group: Group, op: str, plan: MovePlan, lane: int, min_pieces: int) -> None:
         self.channels, self.op, self.rank, self.lane = group.channels, op, group.rank, lane
+        self._group, self._is_linked = group, link_of(group.traits) is not None
+        self._sending: list[Copy] = []
         self._plan, self._num_lanes = plan, plan.num_lanes(group.config)
         self._slot_bytes, self._min_pieces = group.config.slot_bytes, min_pieces
         world_size = group.world_size
@@ -37,9 +45,20 @@ class HostLane:
         for peer in self.targets:
             piece = self.piece(self._plan.send[peer], step)
             if piece is not None:
-                slot = self.channels.acquire(self.lane, peer, self.op)
-                slot[: piece.nbytes].copy_(x[piece.offset : piece.offset + piece.nbytes])
-                self.channels.publish(self.lane, peer)
+                slot = self.channels.acquire(self.lane, peer, self.op)[: piece.nbytes]
+                bytes_of_x = x[piece.offset : piece.offset + piece.nbytes]
+                # An empty message does not overtake: it is the only one of its call on its channel.
+                if self._is_linked and piece.nbytes:
+                    flag = self.channels.announcement(self.lane, peer)
+                    self._sending.append(self._group.copy_async(slot, bytes_of_x, signal=flag))
+                else:
+                    slot.copy_(bytes_of_x)
+                    self.channels.publish(self.lane, peer)
+
+    def wait_until_sent(self) -> None:
+        """Return when everything sent has landed, and ``x`` may change."""
+        wait_for_copies(self._group, self.op, self._sending)
+        self._sending.clear()
 
     def piece(self, extent: Extent, step: int) -> Extent | None:
         """What this lane moves of a run in this step, or None if it has no more to move."""
@@ -59,6 +78,19 @@ def host_lanes(group: Group, op: str, plan: MovePlan, min_pieces: int = 0) -> It
     return (HostLane(group, op, plan, lane, min_pieces) for lane in range(plan.num_lanes(group.config)))
 
 
+def wait_for_copies(group: Group, op: str, copies: Sequence[Copy]) -> None:
+    """Return when copies of this rank's own have landed.
+
+    Through a slow link this is a wait like any other: it has the group's deadline, and ends where a peer has given up.
+    """
+    if copies and link_of(group.traits) is not None:
+        landed = torch.zeros(1, dtype=torch.int32)
+        group.copy_async(landed[:0], landed[:0], signal=FlagWrite(landed, 1))  # copies go in order: this one is last
+        group.guard.wait(HostWords(landed), 0, 1, group.rank, op)
+    for copy in copies:
+        copy.wait()
+
+
 def move(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, plan: MovePlan, *, min_pieces: int = 0) -> None:
     """Carry out ``plan`` from ``x`` to ``out``."""
     x, out = x.view(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
@@ -74,3 +106,4 @@ def move(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, plan: MovePl
                     slot = lane.channels.receive(lane.lane, peer, op)
                     out[piece.offset : piece.offset + piece.nbytes].copy_(slot[: piece.nbytes])
                     lane.channels.release(lane.lane, peer)
+        lane.wait_until_sent()

@@ -18,7 +18,7 @@ import torch
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_host, library, steps
 from tileflux.kernels.copy import move
-from tileflux.kernels.gemm_launch import GATHER, GATHERED, PLAIN, SCATTER, SPREAD, launch_gemm, sms_for
+from tileflux.kernels.gemm_launch import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, launch_gemm, sms_for
 from tileflux.kernels.launch import on_host
 from tileflux.kernels.loading import load_once
 from tileflux.kernels.operands import Operands, Role
@@ -50,9 +50,15 @@ def run_gather(
     if strategy == "fused" or on_host(group):
         tiles = pipelined_tiles(config) if strategy == "pipelined" else config
         _load_later_parts(group, here, parts, tiles, gathered)
+        first = ARRIVING if _sends_by_copies(group) else GATHER
+        if first is ARRIVING:
+            _load_steps(group, here, parts[0])
+            _feed(group, here, x, scale_x, config)
         for index, part in enumerate(parts):
             ends = gathered is None and index == len(parts) - 1
-            _run(part, GATHER if index == 0 else GATHERED, tiles, group, here, releases=ends)
+            _run(part, first if index == 0 else GATHERED, tiles, group, here, releases=ends)
+        if first is ARRIVING:
+            _join(group)
         if gathered is not None:
             _copy_gathered(group, here, x, gathered)
             _release(group, here)
@@ -81,9 +87,7 @@ def run_scatter(
 def run_spread(group: Group, operands: Operands, config: GemmConfig) -> None:
     """Multiply and all-reduce in one step, each rank sending everything to everyone."""
     out = operands.out
-    here = turn(
-        group, spread_shards("gemm_ar", group.world_size, len(out), out.shape[1], out.element_size(), config)
-    )
+    here = turn(group, spread_shards("gemm_ar", group.world_size, len(out), out.shape[1], out.element_size(), config))
     _run(operands, SPREAD, config, group, here, releases=True)
 
 
@@ -156,8 +160,7 @@ def _multiply_arriving(
     _load_steps(group, here, parts[0])
     for part in parts:
         multiply(group, part, config, load_only=True)
-    with _beside(group, x, *(() if scale_x is None else (scale_x,))):
-        steps.launch_feed(here, x, scale_x, _num_feeders(group, config), world_size)
+    _feed(group, here, x, scale_x, config)
     buffer = here.gathered(x.dtype, x.shape[1])
     for source in ((rank + hop) % world_size for hop in range(world_size)):
         for chunk in range(plan.num_chunks):
@@ -179,6 +182,39 @@ def _multiply_arriving(
         _copy_gathered(group, here, x, gathered)
     _join(group)
     steps.launch_release(here, world_size)
+
+
+def _sends_by_copies(group: Group) -> bool:
+    """Whether rows go to peers by the copy engine: it takes no SM, and is not in the way of those that multiply."""
+    return group.device.type == "cuda" and not group.traits.copies_need_sms
+
+
+def _feed(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, config: GemmConfig) -> None:
+    """Send this rank's rows to every peer, beside what the caller's stream does next."""
+    if _sends_by_copies(group):
+        # Not beside: a product that fills the GPU and waits for rows might keep it from ever starting.
+        steps.launch_open(here, group.world_size)
+    with _beside(group, x, *(() if scale_x is None else (scale_x,))):
+        if _sends_by_copies(group):
+            _feed_by_copies(group, here, x, scale_x)
+        else:
+            steps.launch_feed(here, x, scale_x, _num_feeders(group, config), group.world_size)
+
+
+def _feed_by_copies(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None) -> None:
+    """As ``feed`` in ``lang/turn.py``. Flags are copies too, from memory: a CUDA graph would repeat a number."""
+    plan, rank, world_size = here.plan, group.rank, group.world_size
+    for peer in ((rank - hop) % world_size for hop in range(1, world_size)):
+        buffer = here.rows_at(peer, x.dtype, x.shape[1])
+        for chunk in range(plan.num_chunks):
+            rows = plan.chunk(rank, chunk)
+            if rows:
+                first = plan.first_rows[rank]
+                cut, place = slice(rows.start, rows.stop), slice(first + rows.start, first + rows.stop)
+                if scale_x is not None:
+                    here.scales_at(peer)[place].copy_(scale_x[cut], non_blocking=True)
+                buffer[place].copy_(x[cut], non_blocking=True)
+                here.flag(peer, chunk).copy_(here.next, non_blocking=True)
 
 
 def _push_finished(group: Group, operands: Operands, config: GemmConfig, here: Turn) -> None:
@@ -236,7 +272,8 @@ def _join(group: Group) -> None:
 def _load_steps(group: Group, here: Turn, part: Operands) -> None:
     """Load the steps of the pipeline. The library's kernels may follow once all rows are on their way."""
     key = ("steps", group.world_size, part.scale_x is not None, part.out.dtype)
-    load_once(group.device, key, partial(steps.load, here, part.x, part.scale_x, part.out, group.world_size))
+    load = partial(steps.load, here, part.x, part.scale_x, part.out, group.world_size)
+    load_once(group.device, key, load, group)
 
 
 def _load_later_parts(

@@ -10,11 +10,13 @@ import triton.language as tl
 
 from tileflux.lang.epilogue import activate, scaled
 from tileflux.lang.remote import typed
+from tileflux.lang.signal import clock_ns
+from tileflux.lang.trace import note_tile
 from tileflux.lang.turn import CHUNK_ROWS, NUM_CHUNKS, RANK, SCALES, confirm_call, data, feed, release, shard, word
 
 __all__ = ["NUMBERS"]
 
-NUMBERS = ("a", "b", "out", "bias", "scale_a", "scale_b", "M", "N", "K", "stride_a", "stride_b", "table_ptr")
+NUMBERS = ("a", "b", "out", "bias", "scale_a", "scale_b", "M", "N", "K", "stride_a", "stride_b", "trace", "table_ptr")
 """Arguments that must not make a variant of the kernel by their value."""
 
 _COPY_BLOCK = tl.constexpr(2048)
@@ -36,6 +38,7 @@ def _gemm_kernel(
     a_desc,
     rows_desc,
     b_desc,
+    trace: tl.int64,
     table_ptr,
     ORDER: tl.constexpr,
     WAIT: tl.constexpr,
@@ -50,12 +53,13 @@ def _gemm_kernel(
             feeders = tl.full((), SPEC.num_feeders, tl.int32)
             scaled_rows: tl.constexpr = SPEC.scale_a == "channel"
             feed(
-                a, scale_a, row_bytes, table_ptr, tl.program_id(0), feeders, scaled_rows, SPEC.world_size, _COPY_BLOCK
-            )
+                a, scale_a, row_bytes, table_ptr, tl.program_id(0), feeders, trace,
+                scaled_rows, SPEC.world_size, _COPY_BLOCK, SPEC.records,
+            )  # fmt: skip
     if program >= 0:
         _multiply_tiles(
-            program, a, b, out, bias, scale_a, scale_b, M, N, K, stride_a, stride_b, a_desc, rows_desc, b_desc,
-            table_ptr, ORDER, WAIT, FINISH, SPEC,
+            program, a, b, out, bias, scale_a, scale_b, M, N, K, (stride_a, stride_b), a_desc, rows_desc, b_desc,
+            trace, table_ptr, ORDER, WAIT, FINISH, SPEC,
         )  # fmt: skip
     if SPEC.releases:
         release(table_ptr, SPEC.world_size)
@@ -65,14 +69,15 @@ def _gemm_kernel(
 
 @triton.jit
 def _multiply_tiles(
-    program, a, b, out, bias, scale_a, scale_b, M, N, K, stride_a, stride_b, a_desc, rows_desc, b_desc, table,
-    ORDER: tl.constexpr, WAIT: tl.constexpr, FINISH: tl.constexpr, SPEC: tl.constexpr,
+    program, a, b, out, bias, scale_a, scale_b, M, N, K, strides, a_desc, rows_desc, b_desc, trace,
+    table, ORDER: tl.constexpr, WAIT: tl.constexpr, FINISH: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Every tile of this program, in the order's sequence."""
+    stride_a, stride_b = strides
     rank, num_chunks, chunk_rows = _cut(M, table, SPEC)
     num_m = tl.cdiv(chunk_rows, SPEC.block_m)
     num_n = tl.cdiv(N, SPEC.block_n)
-    if SPEC.num_feeders > 0:
+    if SPEC.awaits_rows:
         # A rank without columns still waits for everybody's rows: its buffer is not free before they have come.
         num_n = tl.maximum(num_n, 1)
     num_steps = SPEC.num_turns * SPEC.num_shards * num_chunks * num_m * num_n
@@ -84,14 +89,16 @@ def _multiply_tiles(
         # No tile goes past its chunk: the rows behind it are another flag's.
         end = min(num_rows, (chunk + 1) * chunk_rows)
         if row < end:
+            if SPEC.records:
+                begin = clock_ns()
             slab = owner * num_chunks + chunk
             if slab != ready:
                 WAIT(table, owner, chunk, SPEC)
                 ready = slab
+            if SPEC.records:
+                start = clock_ns()
             column = n * SPEC.block_n
-            buffer, scales, pitch, a_row = _a_rows(
-                a, scale_a, stride_a, K, table, owner, rank, first_row, row, SPEC
-            )
+            buffer, scales, pitch, a_row = _a_rows(a, scale_a, stride_a, K, table, owner, rank, first_row, row, SPEC)
             if SPEC.use_tma:
                 desc = a_desc
                 if SPEC.gathers:  # noqa: SIM102
@@ -104,11 +111,15 @@ def _multiply_tiles(
             total, gate = _multiply(
                 buffer, a_row, a_row + end - row, b, column, N, depth, pitch, stride_b, desc, b_desc, SPEC
             )
+            if SPEC.records:
+                computed = clock_ns()
             rows = a_row + tl.arange(0, SPEC.block_m)
             value = _epilogue(total, gate, rows, a_row + end - row, column, N, scales, scale_b, bias, SPEC)
             number = (chunk * num_m + m) * num_n + n
             place = (owner, first_row, row, column, end, N, number, turn)
             FINISH(value, out, place, table, SPEC)
+            if SPEC.records:
+                note_tile(trace, SPEC.world_size, step, program, owner, chunk, m, n, turn, begin, start, computed)
 
 
 @triton.jit

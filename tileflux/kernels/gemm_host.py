@@ -1,24 +1,30 @@
 """The GEMM main loop on the CPU, with torch: tile by tile in the same order, over the same buffers and flags.
 
 A CPU world runs the real protocol at torch's speed: waits, slots, epochs and acks are those of ``kernels/gemm.py``;
-only the product of a tile is torch's. Rows travel on the group's copying thread while this one multiplies.
+only the product of a tile is torch's. Rows travel on the group's copying thread while this one multiplies. Tiles are
+stored into the peer's memory, unless a link is emulated: then they travel like rows.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
 from tileflux.config import GemmConfig
+from tileflux.kernels.copy_host import wait_for_copies
 from tileflux.kernels.operands import Operands, Role
+from tileflux.kernels.recording import HostRecording, current_recorder
 from tileflux.kernels.turns import Turn
 from tileflux.lang.schedule import replay
+from tileflux.perf.timeline import TileSpan, Transfer
 from tileflux.symm.base import Copy, FlagWrite
 from tileflux.symm.group import Group
+from tileflux.symm.host_copy import link_of
 
 __all__ = ["Tile", "multiply", "run_gemm", "tiles"]
 
@@ -58,18 +64,54 @@ def run_gemm(
         rows = plan.rows if role.is_sharded else plan.rows[:1]
         shards = _Shards(rows, plan.num_chunks, plan.chunk_rows)
         policies = _POLICIES[role.name](operands, group, turn)
-    sending = policies.feed() if role.feeds else []
+    if role.feeds:
+        policies.feed()
+    spans = []
     for tile in tiles(role, config, rank, shards, operands.num_columns):
+        begin = time.perf_counter_ns()
         policies.wait(tile)
-        if tile.turn:
-            policies.finish(tile, None)
-        else:
-            x, scale = policies.rows(tile)
-            policies.finish(tile, weight.product(x, scale, tile.columns))
-    for copy in sending:
-        copy.wait()
-    if releases and turn is not None:
-        turn.release()
+        ready = time.perf_counter_ns()
+        value = None if tile.turn else weight.product(*policies.rows(tile), tile.columns)
+        computed = time.perf_counter_ns()
+        policies.finish(tile, value)
+        spans.append((tile, begin, ready, computed, time.perf_counter_ns()))
+    if group is not None and turn is not None:
+        wait_for_copies(group, turn.plan.op, policies.sending)
+        if releases:
+            turn.release()
+    _record(role, config, rank, spans, policies)
+
+
+def _record(
+    role: Role,
+    config: GemmConfig,
+    rank: int,
+    spans: Sequence[tuple[Tile, int, int, int, int]],
+    policies: _Policies,
+) -> None:
+    """Write down what a GPU's kernel would have, if somebody records this thread."""
+    recorder = current_recorder()
+    if recorder is None:
+        return
+    recording = HostRecording(role.name)
+    for tile, *times in spans:
+        row, column = tile.rows.start // config.block_m, tile.columns.start // config.block_n
+        recording.tiles.append(TileSpan(0, 0, tile.owner, tile.chunk, row, column, tile.turn, *times))
+    free = 0
+    for sent, copy in zip(policies.sent, policies.sending, strict=True):
+        begin, free = max(sent.asked_ns, free), copy.landed_ns
+        recording.transfers.append(Transfer(rank, sent.peer, sent.index, begin, free, sent.nbytes))
+    recorder.add(recording)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What a copy under way carries, to whom."""
+
+    peer: int
+    index: int
+    nbytes: int
+    asked_ns: int
 
 
 @dataclass(frozen=True)
@@ -83,7 +125,7 @@ def tiles(role: Role, config: GemmConfig, rank: int, shards: _Shards, num_column
     """Every tile of a rank, in the order one program would take them."""
     num_m = -(-shards.chunk_rows // config.block_m)
     num_n = -(-num_columns // config.block_n)
-    if role.feeds:
+    if role.awaits_rows:
         # A rank without columns still waits for everybody's rows: its buffer is not free before they have come.
         num_n = max(num_n, 1)
     order = _order(role.order)
@@ -146,10 +188,17 @@ class _Policies:
 
     def __init__(self, operands: Operands) -> None:
         self.operands = operands
+        self.sending: list[Copy] = []
+        """Copies under way: until the last has landed, the call is not over."""
+        self.sent: list[_Sent] = []
 
-    def feed(self) -> list[Copy]:
-        """Start sending; the copies under way."""
-        return []
+    def send(self, group: Group, to: torch.Tensor, rows: torch.Tensor, flag: FlagWrite, peer: int, index: int) -> None:
+        """Let rows, or a tile, travel to a peer; then the flag."""
+        self.sent.append(_Sent(peer, index, rows.nbytes, time.perf_counter_ns()))
+        self.sending.append(group.copy_async(to, rows, signal=flag))
+
+    def feed(self) -> None:
+        """Start sending."""
 
     def wait(self, tile: Tile) -> None:
         """Return when the tile may be computed."""
@@ -194,10 +243,9 @@ class _Gathered(_Policies):
 class _Gather(_Gathered):
     """Send own rows to everyone; a tile waits for the chunk it is in."""
 
-    def feed(self) -> list[Copy]:
+    def feed(self) -> None:
         world_size, x, scale = self.group.world_size, self.operands.x, self.operands.scale_x
         first = self.plan.first_rows[self.rank]
-        sending = []
         for hop in range(1, world_size):
             peer = (self.rank - hop) % world_size
             self.turn.wait_for_buffer(peer, calls_ago=1)
@@ -209,8 +257,7 @@ class _Gather(_Gathered):
                     if scale is not None:
                         self.turn.scales_at(peer)[place] = scale[cut]
                     flag = FlagWrite(self.turn.flag(peer, chunk), self.turn.epoch() + 1)
-                    sending.append(self.group.copy_async(buffer[place], x[cut], signal=flag))
-        return sending
+                    self.send(self.group, buffer[place], x[cut], flag, peer, chunk)
 
     def wait(self, tile: Tile) -> None:
         if tile.owner != self.rank:
@@ -222,7 +269,9 @@ class _Scatter(_Policies):
 
     def __init__(self, operands: Operands, group: Group, turn: Turn) -> None:
         super().__init__(operands)
-        self.turn, self.rank, self.world_size, self.plan = turn, group.rank, group.world_size, turn.plan
+        self.group, self.turn, self.rank, self.plan = group, turn, group.rank, turn.plan
+        self.world_size = group.world_size
+        self._is_linked = link_of(group.traits) is not None
         self._free: set[int] = set()
 
     def wait(self, tile: Tile) -> None:
@@ -232,11 +281,20 @@ class _Scatter(_Policies):
         return self._cut(self.operands.x, self.operands.scale_x, tile.rows, self.plan.first_rows[tile.owner])
 
     def finish(self, tile: Tile, value: torch.Tensor | None) -> None:
-        self._put(self._slot(tile.owner, self.rank), tile.rows, tile.columns, value)
-        if tile.owner != self.rank:
-            self.turn.raise_flag(tile.owner, tile.number)
-        else:
+        self._send(tile.owner, tile, value)
+        if tile.owner == self.rank:
             self._sum(tile)
+
+    def _send(self, peer: int, tile: Tile, value: torch.Tensor | None) -> None:
+        assert value is not None
+        rows, columns = slice(tile.rows.start, tile.rows.stop), slice(tile.columns.start, tile.columns.stop)
+        place = self._slot(peer, self.rank)[rows, columns]
+        if self._is_linked and peer != self.rank:
+            flag = FlagWrite(self.turn.flag(peer, tile.number), self.turn.epoch() + 1)
+            self.send(self.group, place, value.to(place.dtype), flag, peer, tile.number)
+        else:
+            place.copy_(value)
+            self.turn.raise_flag(peer, tile.number)
 
     def _wait_for_slot(self, peer: int) -> None:
         if peer != self.rank and peer not in self._free:
@@ -270,10 +328,11 @@ class _Spread(_Scatter):
         if tile.turn:
             self._sum(tile)
             return
+        assert value is not None
+        value = value.to(self.operands.out.dtype)
         for hop in range(self.world_size):
             peer = (self.rank + 1 + hop) % self.world_size
-            self._put(self._slot(peer, self.rank), tile.rows, tile.columns, value)
-            self.turn.raise_flag(peer, tile.number)
+            self._send(peer, tile, value)
 
 
 _POLICIES: dict[str, Callable[[Operands, Group, Turn], _Policies]] = {

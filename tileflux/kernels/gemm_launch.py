@@ -11,8 +11,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tileflux import device as device_info
 from tileflux.config import GemmConfig
 from tileflux.kernels.gemm import _gemm_kernel
-from tileflux.kernels.loading import load_once
+from tileflux.kernels.loading import launching, load_once
 from tileflux.kernels.operands import GemmSpec, Operands, Role, make_spec
+from tileflux.kernels.recording import reserve
 from tileflux.kernels.turns import Turn
 from tileflux.lang.policy import (
     scatter_tile,
@@ -27,6 +28,7 @@ from tileflux.lang.schedule import arrival_order, departure_order, twice_order
 from tileflux.symm.group import Group
 
 __all__ = [
+    "ARRIVING",
     "GATHER",
     "GATHERED",
     "MAX_REGISTERS",
@@ -45,7 +47,10 @@ MAX_REGISTERS = 255
 """Said to the assembler, which else spills to fit more programs on an SM than shared memory allows."""
 
 PLAIN = Role("gemm", arrival_order, wait_for_nothing, store_tile, is_sharded=False)
-GATHER = Role("ag_gemm", arrival_order, wait_for_rows, store_tile, gathers=True, feeds=True)
+GATHER = Role("ag_gemm", arrival_order, wait_for_rows, store_tile, gathers=True, feeds=True, awaits_rows=True)
+ARRIVING = Role(
+    "ag_gemm, rows sent by copies", arrival_order, wait_for_rows, store_tile, gathers=True, awaits_rows=True
+)
 GATHERED = Role("ag_gemm, rows already here", arrival_order, wait_for_nothing, store_tile, gathers=True)
 SCATTER = Role("gemm_rs", departure_order, wait_for_slot, scatter_tile)
 SPREAD = Role("gemm_ar", twice_order, wait_for_slots, spread_tile, is_sharded=False, num_turns=2)
@@ -69,10 +74,14 @@ def launch_gemm(
     if use_tma is None:
         use_tma = _has_tma(x.device) and _fits_tma(operands)
     is_virtual = group is not None and group.stream is not None
+    trace = None
+    if not load_only:
+        trace = reserve(role, operands, config, turn, x.device)
     spec = make_spec(
         operands, role, config,
         world_size=1 if turn is None or group is None else group.world_size,
         num_feeders=num_feeders, releases=releases, use_tma=use_tma, plain=is_virtual,
+        records=trace is not None,
     )  # fmt: skip
     table = _no_table(x.device) if turn is None else turn.table
 
@@ -82,7 +91,7 @@ def launch_gemm(
             x.data_ptr(), weight.data_ptr(), out.data_ptr(),
             bias, _address(operands.scale_x), _address(operands.scale_weight),
             num_rows, operands.num_columns, operands.depth, x.stride(0), operands.weight_stride,
-            *descriptors, table,
+            *descriptors, _address(trace), table,
             ORDER=role.order, WAIT=role.wait, FINISH=role.finish, SPEC=spec,
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
@@ -93,10 +102,11 @@ def launch_gemm(
         def load(variant: GemmSpec = variant) -> None:
             launch(0, variant, _blank_descriptors(operands, config, role) if variant.use_tma else _NONE)
 
-        load_once(x.device, (role.name, variant, config), load)
+        load_once(x.device, (role.name, variant, config), load, group)
     if not load_only:
         descriptors = _descriptors(operands, config, turn if role.gathers else None) if use_tma else _NONE
-        launch(num_feeders + num_multipliers, spec, descriptors)
+        with launching(group):
+            launch(num_feeders + num_multipliers, spec, descriptors)
 
 
 def _family(operands: Operands, role: Role, config: GemmConfig, spec: GemmSpec) -> list[GemmSpec]:
@@ -104,6 +114,7 @@ def _family(operands: Operands, role: Role, config: GemmConfig, spec: GemmSpec) 
     make = functools.partial(
         make_spec, operands, role, config,
         world_size=spec.world_size, num_feeders=spec.num_feeders, releases=spec.releases, plain=True,
+        records=spec.records,
     )  # fmt: skip
     with_tma = [dataclasses.replace(make(use_tma=True), out_aligned=aligned) for aligned in (True, False)]
     return [make(use_tma=False), *(with_tma if _has_tma(operands.x.device) else [])]

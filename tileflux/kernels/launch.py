@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from tileflux import env
+from tileflux.kernels.fill import launch_fill
 from tileflux.kernels.plan import MovePlan
 from tileflux.symm.group import Group
 
@@ -95,13 +96,11 @@ def extents_table(group: Group, plan: MovePlan) -> tuple[int, torch.Tensor]:
 
 
 class DeviceTables:
-    """Rows of numbers that kernels read, in memory allocated once: the hot path must neither allocate nor pin."""
+    """Rows of numbers that kernels read, in memory allocated once: the hot path must not allocate."""
 
     def __init__(self, device: torch.device, num_words: int) -> None:
-        shape = (_NUM_ROWS, num_words)
         self._on_gpu = device.type == "cuda"
-        self._host = torch.empty(shape, dtype=torch.int64, pin_memory=self._on_gpu)
-        self._device = torch.empty(shape, dtype=torch.int64, device=device) if self._on_gpu else self._host
+        self._device = torch.empty((_NUM_ROWS, num_words), dtype=torch.int64, device=device)
         self._free = list(range(_NUM_ROWS))
         self._rows: dict[Hashable, int] = {}
         self._captured: set[Hashable] = set()
@@ -122,15 +121,14 @@ class DeviceTables:
         if not self._free:
             self._make_room()
         row = self._free.pop()
-        self._host[row] = torch.tensor(words, dtype=torch.int64)
         if self._on_gpu:
-            self._device[row].copy_(self._host[row], non_blocking=True)
+            launch_fill(self._device[row], words)
+        else:
+            self._device[row] = torch.tensor(words, dtype=torch.int64)
         return row
 
     def _make_room(self) -> None:
         old = [key for key in self._rows if key not in self._captured]
         if not old:
             raise ValueError(f"CUDA graphs of this group hold {_NUM_ROWS} different lists of per-rank sizes; close it")
-        if self._on_gpu:
-            torch.cuda.current_stream().synchronize()  # pinned rows may still be on their way
         self._free = [self._rows.pop(key) for key in old]

@@ -3,30 +3,46 @@
 Loading a kernel's module synchronises the GPU: where a peer on the same GPU, or an earlier launch of the same rank,
 waits for what this rank is about to launch, the load would never return (docs/decisions/0003). So a kernel is launched
 once with nothing to do, under a lock, by whoever comes to it first.
+
+Virtual ranks share their GPU with each other: while one of them loads, kernels that are running must end before others
+can start, and a running one may wait for another rank's. So a virtual rank loads only when no rank of its world has
+work on the GPU, and none of them launches meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Hashable
+import time
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
-__all__ = ["load_once", "lock", "settle_keys"]
+from tileflux.symm.group import Group
+
+__all__ = ["launching", "load_once", "lock", "settle_keys"]
 
 lock = threading.RLock()
 """Two virtual ranks that compile a kernel at once both load a copy, and the second load meets the first's launch."""
 
+_LOOK_S = 0.001
+_nothing = contextlib.nullcontext()
+
 _loaded: set[Hashable] = set()
-_LANG = ("signal", "remote", "mailbox", "exchange", "schedule", "epilogue", "turn", "policy")
-_KERNELS = ("copy", "reduce", "steps", "gemm")
+_LANG = ("signal", "trace", "remote", "mailbox", "exchange", "schedule", "epilogue", "turn", "policy")
+_KERNELS = ("fill", "copy", "reduce", "steps", "gemm")
 _MODULES = (*(f"tileflux.lang.{name}" for name in _LANG), *(f"tileflux.kernels.{name}" for name in _KERNELS))
 """From the bottom up, so that a function comes after what it calls."""
 
 
-def load_once(device: torch.device, key: Hashable, launch: Callable[[], object]) -> None:
+def launching(group: Group | None) -> contextlib.AbstractContextManager[object]:
+    """Held around a launch: keeps virtual ranks from launching while one of them loads."""
+    return lock if group is not None and group.stream is not None else _nothing
+
+
+def load_once(device: torch.device, key: Hashable, launch: Callable[[], object], group: Group | None = None) -> None:
     """Call ``launch``, which launches with nothing to do, unless ``key`` has been loaded on this GPU."""
     if device.type != "cuda" or (device, key) in _loaded:
         return
@@ -34,11 +50,32 @@ def load_once(device: torch.device, key: Hashable, launch: Callable[[], object])
         raise ValueError(
             "this call loads kernels, which cannot be captured: make the call once before capturing a CUDA graph"
         )
-    with lock:
+    with _standstill(device, key, group):
         if (device, key) not in _loaded:
             settle_keys()
             launch()
             _loaded.add((device, key))
+
+
+@contextlib.contextmanager
+def _standstill(device: torch.device, key: Hashable, group: Group | None) -> Iterator[None]:
+    """The lock; for a virtual rank, taken when no rank of its world has work on the GPU, or ``key`` has been loaded.
+
+    Who waits here has no work of its own that a peer could wait for: what it has queued is done first. Past the
+    deadline it goes on anyway, and whoever then waits in vain says so.
+    """
+    if group is None or group.stream is None:
+        with lock:
+            yield
+        return
+    group.stream.synchronize()
+    deadline = time.monotonic() + group.timeout_s
+    while True:
+        with lock:
+            if (device, key) in _loaded or group.is_idle() or time.monotonic() > deadline:
+                yield
+                return
+        time.sleep(_LOOK_S)
 
 
 @functools.cache

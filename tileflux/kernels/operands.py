@@ -82,6 +82,8 @@ class Role:
     gathers: bool = False
     """Rows of other ranks are read from where they arrive."""
     feeds: bool = False
+    awaits_rows: bool = False
+    """A launch ends only when all rows have come, also where there is nothing to multiply them with."""
     is_sharded: bool = True
     num_turns: int = 1
 
@@ -112,6 +114,7 @@ class GemmSpec:
     num_shards: int
     num_turns: int
     gathers: bool
+    awaits_rows: bool
     has_table: bool
     releases: bool
     use_tma: bool
@@ -121,6 +124,7 @@ class GemmSpec:
     a_aligned: bool
     b_aligned: bool
     out_aligned: bool
+    records: bool
 
     @functools.cached_property
     def _text(self) -> str:
@@ -147,6 +151,7 @@ def make_spec(
     releases: bool,
     use_tma: bool,
     plain: bool = False,
+    records: bool = False,
 ) -> GemmSpec:
     """The variant for these operands. Cached: the hot path looks it up. ``plain``: without TMA, the one for all."""
     x, weight = operands.x, operands.weight
@@ -166,7 +171,7 @@ def make_spec(
         (scale_kind(operands.scale_x), scale_kind(operands.scale_weight), operands.activation or ""),
         role,
         config,
-        (world_size, num_feeders, releases),
+        (world_size, num_feeders, releases, records),
         aligned,
         layout,
         "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
@@ -183,7 +188,7 @@ def _make_spec(
     kinds: tuple[str, str, str],
     role: Role,
     config: GemmConfig,
-    world: tuple[int, int, bool],
+    world: tuple[int, int, bool, bool],
     aligned: tuple[bool, bool, bool],
     layout: tuple[bool, bool, bool, bool],
     precision: str,
@@ -191,7 +196,7 @@ def _make_spec(
     a_type, b_type, out_type = (ELEMENTS[dtype] for dtype in types[:3])
     scale_a, scale_b, activation = kinds
     bias_type = types[3]
-    world_size, num_feeders, releases = world
+    world_size, num_feeders, releases, records = world
     return GemmSpec(
         a_type, b_type, out_type,
         accumulator=tl.int32 if types[0] == torch.int8 else tl.float32,
@@ -208,8 +213,10 @@ def _make_spec(
         num_shards=world_size if role.is_sharded else 1,
         num_turns=role.num_turns,
         gathers=role.gathers,
+        awaits_rows=role.awaits_rows,
         has_table=world_size > 1,
         releases=releases,
         use_tma=layout[0], k_major=layout[1], even_k=layout[2], k_aligned=layout[3],
         a_aligned=aligned[0], b_aligned=aligned[1], out_aligned=aligned[2],
+        records=records,
     )  # fmt: skip

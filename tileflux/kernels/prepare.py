@@ -12,6 +12,7 @@ import weakref
 import torch
 
 from tileflux.kernels.copy import launch_move
+from tileflux.kernels.fill import load_fill
 from tileflux.kernels.loading import lock, settle_keys
 from tileflux.kernels.plan import permute_plan, reduce_plan
 from tileflux.kernels.reduce import ELEMENTS, launch_reduce
@@ -39,6 +40,7 @@ def prepare(group: Group) -> None:
 def _launch_all(group: Group) -> None:
     nothing = (0,) * group.world_size
     empty = torch.empty(0, dtype=torch.uint8, device=group.device)
+    load_fill(group.guard.table)
     launch_move(group, "prepare", empty, empty, permute_plan(group.rank, nothing, nothing, True), 0)
     for dtype in ELEMENTS:
         empty = torch.empty(0, dtype=dtype, device=group.device)

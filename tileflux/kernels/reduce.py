@@ -11,6 +11,7 @@ import triton.language as tl
 from tileflux.config import GUARD
 from tileflux.kernels import reduce_host
 from tileflux.kernels.launch import NUMBERS, launch_arguments, launch_settings, on_host
+from tileflux.kernels.loading import launching
 from tileflux.kernels.plan import MovePlan
 from tileflux.lang.exchange import count_messages, lane_run, longest_run, send_step
 from tileflux.lang.mailbox import await_message, first_taken, release_message, slot_address
@@ -38,9 +39,9 @@ def reduce(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, plan: Move
 
 def launch_reduce(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, plan: MovePlan) -> None:
     """Queue the kernel on the current stream."""
-    _reduce_kernel[(plan.num_lanes(group.config),)](
-        *launch_arguments(group, op, x, out, plan), ELEMENT=ELEMENTS[x.dtype], **launch_settings(group)
-    )
+    arguments = launch_arguments(group, op, x, out, plan)
+    with launching(group):
+        _reduce_kernel[(plan.num_lanes(group.config),)](*arguments, ELEMENT=ELEMENTS[x.dtype], **launch_settings(group))
 
 
 @triton.jit(do_not_specialize=NUMBERS)

@@ -22,6 +22,7 @@ def reduce(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, plan: Move
             if piece is not None:
                 mine = Extent(own.offset + piece.offset, piece.nbytes)
                 _sum_piece(lane, _cut(x_bytes, mine), _cut(out_bytes, piece).view(out.dtype))
+        lane.wait_until_sent()
 
 
 def _sum_piece(lane: HostLane, mine: torch.Tensor, out: torch.Tensor) -> None:
@@ -31,6 +32,7 @@ def _sum_piece(lane: HostLane, mine: torch.Tensor, out: torch.Tensor) -> None:
     total = torch.zeros(out.numel(), dtype=torch.float32)
     for peer in sorted(pieces):
         total += pieces[peer].view(out.dtype)
+    lane.wait_until_sent()  # out may be x itself
     out.copy_(total)
     for peer in lane.sources:
         lane.channels.release(lane.lane, peer)

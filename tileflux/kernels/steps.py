@@ -5,14 +5,18 @@ as the fused kernel uses them, while a reduce-scatter announces whole shards. Th
 ``kernels/turns.py``.
 """
 
+import time
+
 import torch
 import triton
 import triton.language as tl
 
+from tileflux.kernels.loading import launching
 from tileflux.kernels.operands import ELEMENTS
 from tileflux.kernels.turns import Turn
 from tileflux.lang.policy import await_word, slot, sum_slots
 from tileflux.lang.remote import typed
+from tileflux.lang.signal import clock_ns
 from tileflux.lang.turn import (
     RANK,
     SLOT_BYTES,
@@ -22,12 +26,22 @@ from tileflux.lang.turn import (
     current_epoch,
     feed,
     flag_word,
+    open_call,
     push_run,
     release,
     word,
 )
 
-__all__ = ["launch_await", "launch_feed", "launch_push", "launch_release", "launch_sum", "load"]
+__all__ = [
+    "launch_await",
+    "launch_feed",
+    "launch_open",
+    "launch_push",
+    "launch_release",
+    "launch_sum",
+    "load",
+    "read_clock",
+]
 
 _BLOCK = 2048
 _NUM_WARPS = 8
@@ -36,42 +50,63 @@ _NUM_WARPS = 8
 def launch_feed(turn: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, num_feeders: int, world_size: int) -> None:
     """Send ``x``, and the scales of its rows, to every peer."""
     scale = 0 if scale_x is None else scale_x.data_ptr()
-    _feed_kernel[(num_feeders,)](
-        x.data_ptr(), scale, x.shape[1] * x.element_size(), turn.table,
-        SCALED=scale_x is not None, WORLD=world_size, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
-    )  # fmt: skip
+    with launching(turn.group):
+        _feed_kernel[(num_feeders,)](
+            x.data_ptr(), scale, x.shape[1] * x.element_size(), turn.table,
+            SCALED=scale_x is not None, WORLD=world_size, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+        )  # fmt: skip
+
+
+def launch_open(turn: Turn, world_size: int) -> None:
+    """Before copies send this rank's rows: wait until every peer's buffer is free."""
+    with launching(turn.group):
+        _open_kernel[(1,)](turn.table, WORLD=world_size, num_warps=1)
 
 
 def launch_await(turn: Turn, source: int, chunk: int, world_size: int) -> None:
     """Let the stream wait for a chunk of ``source``'s rows."""
-    _await_kernel[(1,)](source, chunk, turn.table, WORLD=world_size, num_warps=1)
+    with launching(turn.group):
+        _await_kernel[(1,)](source, chunk, turn.table, WORLD=world_size, num_warps=1)
 
 
 def launch_push(turn: Turn, partial: torch.Tensor, owner: int, num_feeders: int, world_size: int) -> None:
     """Send a shard of partial sums to its owner."""
-    _push_kernel[(num_feeders,)](
-        partial.data_ptr(), partial.nbytes, owner, turn.table, WORLD=world_size, BLOCK=_BLOCK, num_warps=_NUM_WARPS
-    )
+    with launching(turn.group):
+        _push_kernel[(num_feeders,)](
+            partial.data_ptr(), partial.nbytes, owner, turn.table, WORLD=world_size, BLOCK=_BLOCK, num_warps=_NUM_WARPS
+        )
 
 
 def launch_sum(turn: Turn, out: torch.Tensor, num_programs: int, world_size: int) -> None:
     """Wait for all ranks' partial sums of this rank's shard, and add them up."""
     aligned = out.data_ptr() % 16 == 0
-    _sum_kernel[(num_programs,)](
-        out.data_ptr(), out.numel(), turn.table,
-        TYPE=ELEMENTS[out.dtype], ALIGNED=aligned, WORLD=world_size, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
-    )  # fmt: skip
+    with launching(turn.group):
+        _sum_kernel[(num_programs,)](
+            out.data_ptr(), out.numel(), turn.table,
+            TYPE=ELEMENTS[out.dtype], ALIGNED=aligned, WORLD=world_size, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+        )  # fmt: skip
 
 
 def launch_release(turn: Turn, world_size: int) -> None:
     """This rank has finished the call."""
-    _release_kernel[(1,)](turn.table, WORLD=world_size, num_warps=1)
+    with launching(turn.group):
+        _release_kernel[(1,)](turn.table, WORLD=world_size, num_warps=1)
+
+
+def read_clock(device: torch.device) -> torch.Tensor:
+    """The clock of recordings when the current stream comes to it: one int64, in nanoseconds."""
+    if device.type == "cpu":
+        return torch.tensor([time.perf_counter_ns()])
+    time_ns = torch.zeros(1, dtype=torch.int64, device=device)
+    _clock_kernel[(1,)](time_ns, num_warps=1)
+    return time_ns
 
 
 def load(turn: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor, world_size: int) -> None:
     """Compile and load all of them, with nothing to do."""
     launch_feed(turn, x, scale_x, 0, world_size)
     launch_push(turn, out, 0, 0, world_size)
+    _open_kernel[(0,)](turn.table, WORLD=world_size, num_warps=1)
     _await_kernel[(0,)](0, 0, turn.table, WORLD=world_size, num_warps=1)
     _release_kernel[(0,)](turn.table, WORLD=world_size, num_warps=1)
     for aligned in (False, True):
@@ -91,7 +126,14 @@ def _feed_kernel(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    feed(x, scale_x, row_bytes, table_ptr, tl.program_id(0), tl.num_programs(0), SCALED, WORLD, BLOCK)
+    nowhere = tl.full((), 0, tl.int64)
+    feed(x, scale_x, row_bytes, table_ptr, tl.program_id(0), tl.num_programs(0), nowhere, SCALED, WORLD, BLOCK, False)
+    confirm_call(table_ptr)
+
+
+@triton.jit(do_not_specialize=("table_ptr",))
+def _open_kernel(table_ptr, WORLD: tl.constexpr):
+    open_call(table_ptr, WORLD)
     confirm_call(table_ptr)
 
 
@@ -156,3 +198,8 @@ def _sum_kernel(
 @triton.jit(do_not_specialize=("table_ptr",))
 def _release_kernel(table_ptr, WORLD: tl.constexpr):
     release(table_ptr, WORLD)
+
+
+@triton.jit
+def _clock_kernel(out_ptr):
+    tl.store(out_ptr, clock_ns())

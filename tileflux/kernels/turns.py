@@ -115,7 +115,7 @@ class Turn:
     def __init__(self, group: Group, plan: ShardPlan) -> None:
         self.plan = plan
         self._group = weakref.ref(group)
-        self._rank, self._world_size = group.rank, group.world_size
+        self.rank, self._world_size = group.rank, group.world_size
         name = plan.op
         size = CONTROL.nbytes(group.world_size)
         describe_control = functools.partial(_describe_control, group.world_size)
@@ -133,15 +133,21 @@ class Turn:
         self.table: torch.Tensor
         """The plan as kernels read it; set by ``turn``."""
 
+    @property
+    def group(self) -> Group:
+        """Whose turn it is."""
+        group = self._group()
+        assert group is not None, "a turn does not outlive its group"
+        return group
+
     def words(self) -> list[int]:
         """What the table holds; see ``config.TableLayout``."""
-        group, plan = self._group(), self.plan
-        assert group is not None
+        group, plan = self.group, self.plan
         ranks = range(self._world_size)
         words = [0] * TABLE.arrays
         words[TABLE.guard] = group.guard.table.data_ptr()
         words[TABLE.op] = group.guard.op_number(plan.op)
-        words[TABLE.rank] = self._rank
+        words[TABLE.rank] = self.rank
         words[TABLE.num_chunks], words[TABLE.chunk_rows] = plan.num_chunks, plan.chunk_rows
         words[TABLE.half_bytes], words[TABLE.slot_bytes] = self._half_bytes, plan.slot_bytes
         words[TABLE.scales] = plan.scales
@@ -154,7 +160,7 @@ class Turn:
 
     def gathered_scales(self) -> torch.Tensor:
         """The scales of the gathered rows; one's own are not among them."""
-        return self.scales_at(self._rank)
+        return self.scales_at(self.rank)
 
     # What the CPU does where a GPU's kernels do it (lang/turn.py, lang/policy.py).
 
@@ -165,7 +171,7 @@ class Turn:
 
     def epoch(self) -> int:
         """Calls of this op that this rank has finished."""
-        return self._words_of[0][self._rank].load(CONTROL.epoch)
+        return self._words_of[0][self.rank].load(CONTROL.epoch)
 
     def rows_at(self, owner: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
         """``owner``'s buffer for gathered rows."""
@@ -189,12 +195,17 @@ class Turn:
 
     def flag(self, owner: int, index: int, source: int | None = None) -> torch.Tensor:
         """The word at ``owner`` by which ``source``, by default this rank, announces chunk or tile ``index``."""
-        place = self._place(self._rank if source is None else source, index)
+        place = self._place(self.rank if source is None else source, index)
         return self.flags(owner)[place : place + 1]
 
     def flags(self, owner: int) -> torch.Tensor:
         """All flags in ``owner``'s memory: those of all sources for chunk or tile 0, then for 1, and so on."""
         return self._flags.view(owner, torch.int32)
+
+    @property
+    def next(self) -> torch.Tensor:
+        """The word that holds what flags of the running call are set to, once the call has been opened."""
+        return self._control.view(dtype=torch.int32)[CONTROL.next : CONTROL.next + 1]
 
     def ack(self, owner: int, peer: int) -> torch.Tensor:
         """The word in ``owner``'s memory that says how many calls ``peer`` has finished."""
@@ -203,40 +214,38 @@ class Turn:
 
     def raise_flag(self, owner: int, index: int) -> None:
         """Announce chunk or tile ``index`` to ``owner``."""
-        self._words_of[1][owner].store(self._place(self._rank, index), self.epoch() + 1)
+        self._words_of[1][owner].store(self._place(self.rank, index), self.epoch() + 1)
 
     def wait_for_flag(self, source: int, index: int) -> None:
         """Wait until ``source`` has announced chunk or tile ``index`` here."""
-        words = self._words_of[1][self._rank]
+        words = self._words_of[1][self.rank]
         self._wait(words, self._place(source, index), self.epoch() + 1, source)
 
     def wait_for_buffer(self, peer: int, calls_ago: int) -> None:
         """Wait until ``peer`` has finished the call so many before this one."""
         wanted = wrap(self.epoch() + 1 - calls_ago)
-        self._wait(self._words_of[0][self._rank], CONTROL.ack + peer, wanted, peer)
+        self._wait(self._words_of[0][self.rank], CONTROL.ack + peer, wanted, peer)
 
     def release(self) -> None:
         """This rank has finished the call."""
         control, finished = self._words_of[0], wrap(self.epoch() + 1)
         for peer in range(self._world_size):
-            if peer != self._rank:
-                control[peer].store(CONTROL.ack + self._rank, finished)
-        control[self._rank].store(CONTROL.epoch, finished)
+            if peer != self.rank:
+                control[peer].store(CONTROL.ack + self.rank, finished)
+        control[self.rank].store(CONTROL.epoch, finished)
 
     def _place(self, source: int, index: int) -> int:
         # By source first: a rank that is a call ahead, with another plan, must not raise another one's flag.
         return index * self._world_size + source
 
     def _wait(self, words: HostWords, index: int, wanted: int, peer: int) -> None:
-        group = self._group()
-        assert group is not None
-        group.guard.wait(words, index, wrap(wanted), peer, self.plan.op)
+        self.group.guard.wait(words, index, wrap(wanted), peer, self.plan.op)
 
 
 def _describe_control(world_size: int, offset: int) -> str:
     index = offset // 4
     if index < CONTROL.ack:
-        return {CONTROL.epoch: "epoch", CONTROL.done: "done"}[index]
+        return {CONTROL.epoch: "epoch", CONTROL.done: "done", CONTROL.next: "next"}[index]
     return f"ack[rank {index - CONTROL.ack}]" if index < CONTROL.counters(world_size) else "counter"
 
 

@@ -23,7 +23,20 @@ import triton.language as tl
 
 from tileflux.config import GUARD, MAX_AHEAD
 
-__all__ = ["GLOBALTIMER", "PROXY_FENCE", "STORE_RELEASE", "arrive", "confirm", "poll", "signal", "tma_fence", "wait"]
+__all__ = [
+    "GLOBALTIMER",
+    "PROXY_FENCE",
+    "SMID",
+    "STORE_RELEASE",
+    "arrive",
+    "clock_ns",
+    "confirm",
+    "poll",
+    "signal",
+    "sm_number",
+    "tma_fence",
+    "wait",
+]
 
 # One thread stores; the others pass by. Not an atomic: a flag has one writer, and a peer behind PCIe may not
 # do atomics at all.
@@ -32,6 +45,7 @@ STORE_RELEASE = tl.constexpr(
     "@first st.release.sys.global.s32 [$1], $2; mov.s32 $0, 0; }"
 )
 GLOBALTIMER = tl.constexpr("{ mov.u64 $0, %globaltimer; }")
+SMID = tl.constexpr("{ mov.u32 $0, %smid; }")
 PROXY_FENCE = tl.constexpr("{ fence.proxy.async.global; mov.s32 $0, 0; }")
 
 _POLLS_PER_CHECK = tl.constexpr(64)
@@ -173,3 +187,17 @@ def _now_ns():
     lanes = tl.arange(0, 1024)
     times = tl.inline_asm_elementwise(GLOBALTIMER, "=l,r", [lanes], dtype=tl.int64, is_pure=False, pack=1)
     return tl.max(times, axis=0)
+
+
+@triton.jit
+def clock_ns():
+    """The GPU's clock as one thread reads it: to be written down, not to be branched on."""
+    nothing = tl.full((), 0, tl.int32)
+    return tl.inline_asm_elementwise(GLOBALTIMER, "=l,r", [nothing], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def sm_number():
+    """The SM this program runs on."""
+    nothing = tl.full((), 0, tl.int32)
+    return tl.inline_asm_elementwise(SMID, "=r,r", [nothing], dtype=tl.int32, is_pure=False, pack=1)

@@ -18,7 +18,8 @@ import triton.language as tl
 
 from tileflux.config import CONTROL, MAX_CHUNKS, TABLE
 from tileflux.lang.remote import copy_run, part
-from tileflux.lang.signal import arrive, confirm, signal, wait
+from tileflux.lang.signal import arrive, clock_ns, confirm, signal, wait
+from tileflux.lang.trace import note_transfer
 
 __all__ = [
     "ack_word",
@@ -29,6 +30,7 @@ __all__ = [
     "entry",
     "feed",
     "flag_word",
+    "open_call",
     "push_run",
     "release",
     "shard",
@@ -46,6 +48,7 @@ SCALES = tl.constexpr(TABLE.scales)
 _ARRAYS = tl.constexpr(TABLE.arrays)
 _EPOCH = tl.constexpr(CONTROL.epoch)
 _DONE = tl.constexpr(CONTROL.done)
+_NEXT = tl.constexpr(CONTROL.next)
 _ACK = tl.constexpr(CONTROL.ack)
 _MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
 
@@ -95,8 +98,9 @@ def data(table, owner, WORLD: tl.constexpr):
 
 @triton.jit
 def feed(
-    x, scale_x, row_bytes, table, feeder, num_feeders, SCALED: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, scale_x, row_bytes, table, feeder, num_feeders, trace,
+    SCALED: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, RECORDS: tl.constexpr,
+):  # fmt: skip
     """Send this rank's rows, and their scales, to every peer, chunk by chunk: one of ``num_feeders`` equal programs.
 
     The left-hand neighbour comes first, since it multiplies this rank's rows right after its own.
@@ -114,25 +118,44 @@ def feed(
             begin = chunk * chunk_rows
             count = min(chunk_rows, num_rows - begin)
             if count > 0:
+                if RECORDS:
+                    start = clock_ns()
                 place = (first_row + begin).to(tl.int64)
                 if SCALED:  # noqa: SIM102 - `and` does not keep the compiler from what follows
                     if feeder == 0:
                         scales = buffer + tl.load(table + SCALES)
                         copy_run(scales + place * 4, scale_x + begin.to(tl.int64) * 4, count.to(tl.int64) * 4, BLOCK)
-                push_run(
+                was_last = push_run(
                     buffer + place * row_bytes, x + begin.to(tl.int64) * row_bytes, count.to(tl.int64) * row_bytes,
                     flag_word(table, peer, rank, chunk, WORLD), epoch + 1,
                     counter_word(table, rank, peer, chunk, WORLD), feeder, num_feeders, BLOCK,
                 )  # fmt: skip
+                if RECORDS:  # noqa: SIM102
+                    if was_last:
+                        note_transfer(trace, peer, chunk, start)
+
+
+@triton.jit
+def open_call(table, WORLD: tl.constexpr):
+    """Before copies send rows: every peer has finished the call before; ``next`` becomes what flags are set to."""
+    rank = word(table, RANK)
+    epoch = current_epoch(table, WORLD)
+    guard = tl.load(table + GUARD).to(tl.pointer_type(tl.int64))
+    for hop in range(1, WORLD):
+        peer = (rank + WORLD - hop) % WORLD
+        wait(ack_word(table, rank, peer, WORLD), epoch, peer, guard, word(table, OP))
+    tl.store(_control(table, rank, WORLD) + _NEXT, epoch + 1)
 
 
 @triton.jit
 def push_run(to, source, nbytes, flag, value, counter, feeder, num_feeders, BLOCK: tl.constexpr):
-    """Move this feeder's part of a run, and raise the flag if all others have moved theirs."""
+    """Move this feeder's part of a run, and raise the flag if all others have moved theirs: then 1, else 0."""
     begin, length = part(nbytes, feeder, num_feeders)
     copy_run(to + begin, source + begin, length, BLOCK)
-    if arrive(counter, num_feeders):
+    was_last = arrive(counter, num_feeders)
+    if was_last:
         signal(flag, value)
+    return was_last
 
 
 @triton.jit

@@ -94,16 +94,11 @@ class RankTimeline:
 
     def lanes(self) -> list[int]:
         """For every tile the lane of its unit: 0, and more only where programs share a unit at the same time."""
-        spans: dict[tuple[int, int], tuple[float, float]] = {}
-        for tile in self.tiles:
-            key = (tile.unit, tile.program)
-            begin, end = spans.get(key, (tile.begin, tile.finished))
-            spans[key] = (min(begin, tile.begin), max(end, tile.finished))
-        lane_of: dict[tuple[int, int], int] = {}
+        lanes = [0] * len(self.tiles)
         ends: dict[int, list[float]] = defaultdict(list)
-        for (unit, program), (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
-            lane_of[unit, program] = place(ends[unit], begin, end)
-        return [lane_of[tile.unit, tile.program] for tile in self.tiles]
+        for number, tile in sorted(enumerate(self.tiles), key=lambda item: item[1].begin):
+            lanes[number] = place(ends[tile.unit], tile.begin, tile.finished)
+        return lanes
 
     def shares(self) -> Shares:
         """What its units did from the call's first event to the rank's end."""

@@ -65,6 +65,9 @@ class FlagWrite:
 class Copy(abc.ABC):
     """A copy under way."""
 
+    landed_ns: int = 0
+    """When it had landed, by the clock of ``time.perf_counter_ns``; 0 where nobody can tell."""
+
     @abc.abstractmethod
     def wait(self) -> None:
         """On the CPU, return when the bytes have landed; on a GPU, make the current stream wait for them."""

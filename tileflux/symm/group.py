@@ -137,6 +137,10 @@ class Group:
         """The stream a virtual rank on a GPU must be driven on; None for all other groups."""
         return self._transport.stream if isinstance(self._transport, LocalTransport) else None
 
+    def is_idle(self) -> bool:
+        """Whether no virtual rank of this group's GPU has work on its stream; always so where there are none."""
+        return self._transport.is_idle() if isinstance(self._transport, LocalTransport) else True
+
     def region(
         self, name: str, nbytes: int, *, grow: bool = False, describe: Callable[[int], str] | None = None
     ) -> Region:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import torch
 
 from tileflux import device as device_info
-from tileflux.symm.base import Copy, FlagWrite, Segment, Traits, Transport
-from tileflux.symm.host_copy import HostCopier
+from tileflux import env
+from tileflux.symm.base import Copy, FlagWrite, Segment, Transport
+from tileflux.symm.host_copy import HostCopier, LinkedTraits
 from tileflux.symm.rendezvous import disagreement, other_purpose
 from tileflux.symm.stream_copy import StreamCopier
 
@@ -47,6 +48,7 @@ class _World:
         self.ledger: dict[int, _Entry] = {}
         self.meeting = threading.Condition(self.lock)
         self.arrivals = [0] * world_size
+        self.streams: list[torch.cuda.Stream] = []
 
 
 class LocalTransport(Transport):
@@ -58,15 +60,22 @@ class LocalTransport(Transport):
         self._world, self.rank = world, rank
         self.world_size, self.device = world.world_size, world.device
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        if self.stream is not None:
+            world.streams.append(self.stream)
         kind = "same process" if self.stream is None else "same GPU"
         links = tuple("self" if peer == rank else kind for peer in range(self.world_size))
         num_sms = 0 if self.stream is None else device_info.num_sms(self.device) // self.world_size
-        self.traits = Traits(
-            copies_need_sms=self.stream is not None, has_multicast=False, links=links, num_sms=max(num_sms, 0)
+        link = env.link() if self.stream is None else None
+        self.traits = LinkedTraits(
+            copies_need_sms=self.stream is not None,
+            has_multicast=False,
+            links=links,
+            num_sms=max(num_sms, 0),
+            link=link,
         )
         self._num_segments = 0
         self._num_agreements = 0
-        self._copier = StreamCopier(self.device) if self.stream is not None else HostCopier(f"rank{rank}")
+        self._copier = StreamCopier(self.device) if self.stream is not None else HostCopier(f"rank{rank}", link)
         self._alarm = torch.zeros(1, dtype=torch.int32, pin_memory=self.stream is not None)
 
     def allocate(self, nbytes: int) -> Segment:
@@ -106,6 +115,10 @@ class LocalTransport(Transport):
             world.meeting.wait_for(lambda: min(world.arrivals) >= mine, timeout_s)
             return [rank for rank, count in enumerate(world.arrivals) if count < mine]
 
+    def is_idle(self) -> bool:
+        """Whether no rank of this world has work on the GPU."""
+        return all(stream.query() for stream in self._world.streams)
+
     def copy_async(self, dst: torch.Tensor, src: torch.Tensor, signal: FlagWrite | None) -> Copy:
         """On a worker thread, or on this rank's copy stream."""
         return self._copier.copy(dst, src, signal)
@@ -116,7 +129,10 @@ class LocalTransport(Transport):
 
     def close(self, *, orderly: bool) -> None:
         """End the worker thread, and leave the memory to the ranks that are still open."""
-        self._copier.close()
+        if isinstance(self._copier, HostCopier):
+            self._copier.close(orderly=orderly)
+        else:
+            self._copier.close()
         del self._world
 
     def _make_segment(self, nbytes: int) -> Segment:

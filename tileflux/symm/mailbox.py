@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from tileflux.config import NUM_SLOTS, CommConfig, MailboxLayout
+from tileflux.symm.base import FlagWrite
 from tileflux.symm.guard import Guard
 from tileflux.symm.host_signal import HostWords, wrap
 from tileflux.symm.workspace import Workspace
@@ -54,11 +55,23 @@ class HostChannels:
 
     def publish(self, lane: int, peer: int) -> None:
         """Announce the slot filled since ``acquire``."""
-        layout = self._layout
-        count = layout.word(layout.sent, lane, peer)
+        self._words[peer].store(self._layout.word(self._layout.data, lane, self._rank), self._count_sent(lane, peer))
+
+    def announcement(self, lane: int, peer: int) -> FlagWrite:
+        """What announces the slot returned by ``acquire``, for whoever fills it.
+
+        The message counts as sent from here on, so the next ``acquire`` gives the next slot. Announcements of a channel
+        have to be made in their order: a receiver that sees the second one takes the first message for complete.
+        """
+        place = self._layout.word(self._layout.data, lane, self._rank)
+        word = self._bytes[peer][4 * place : 4 * place + 4].view(torch.int32)
+        return FlagWrite(word, self._count_sent(lane, peer))
+
+    def _count_sent(self, lane: int, peer: int) -> int:
+        count = self._layout.word(self._layout.sent, lane, peer)
         sequence = wrap(self._own.load(count) + 1)
         self._own.store(count, sequence)
-        self._words[peer].store(layout.word(layout.data, lane, self._rank), sequence)
+        return sequence
 
     def receive(self, lane: int, peer: int, op: str) -> torch.Tensor:
         """Wait for the next message of ``peer``; returns the slot that holds it."""

@@ -12,9 +12,10 @@ import os
 import torch
 import torch.distributed as dist
 
+from tileflux import env
 from tileflux.errors import TransportUnavailable
-from tileflux.symm.base import Copy, FlagWrite, Segment, Traits
-from tileflux.symm.host_copy import HostCopier
+from tileflux.symm.base import Copy, FlagWrite, Segment
+from tileflux.symm.host_copy import HostCopier, LinkedTraits
 from tileflux.symm.processes import ProcessTransport
 
 __all__ = ["ShmTransport"]
@@ -26,6 +27,7 @@ class ShmTransport(ProcessTransport):
     name = "shm"
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, global_rank: int, timeout_s: float) -> None:
+        link = env.link()
         super().__init__(store, rank, world_size, global_rank, timeout_s)
         hosts = sorted({process.host for process in self.processes})
         if len(hosts) > 1:
@@ -35,8 +37,8 @@ class ShmTransport(ProcessTransport):
             )
         self.device = torch.device("cpu")
         links = tuple("self" if peer == rank else "shared memory" for peer in range(world_size))
-        self.traits = Traits(copies_need_sms=False, has_multicast=False, links=links, num_sms=0)
-        self._copier = HostCopier(f"rank{rank}")
+        self.traits = LinkedTraits(copies_need_sms=False, has_multicast=False, links=links, num_sms=0, link=link)
+        self._copier = HostCopier(f"rank{rank}", link)
         self._alarm = torch.zeros(1, dtype=torch.int32)
 
     def allocate(self, nbytes: int) -> Segment:
@@ -53,7 +55,7 @@ class ShmTransport(ProcessTransport):
         return Segment(nbytes, views)
 
     def copy_async(self, dst: torch.Tensor, src: torch.Tensor, signal: FlagWrite | None) -> Copy:
-        """Hand the copy to this rank's worker thread."""
+        """Hand the copy to this rank's worker thread, which sends it through the emulated link if there is one."""
         return self._copier.copy(dst, src, signal)
 
     def alarm(self) -> torch.Tensor:
@@ -62,7 +64,7 @@ class ShmTransport(ProcessTransport):
 
     def close(self, *, orderly: bool) -> None:
         """End the worker thread. Mappings go with the last tensor that uses them."""
-        self._copier.close()
+        self._copier.close(orderly=orderly)
 
     def _map(self, rank: int, pid: int, fd: int, nbytes: int) -> torch.Tensor:
         path = f"/proc/{pid}/fd/{fd}"

@@ -12,7 +12,7 @@ from tileflux.testing.contenders import Contender, Suite, gemm_suite, group_suit
 from tileflux.testing.ghost_contenders import ghost_suite
 from tileflux.testing.timing import Stopwatch, time_rounds
 
-__all__ = ["BenchCase", "RankTimes", "measure"]
+__all__ = ["BenchCase", "RankTimes", "make_suite", "measure"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RankTimes:
     """One case as one rank saw it."""
 
     problem: str
-    """What is wrong with a result; empty if nothing is. Then nothing is timed."""
+    """What is wrong with a result; empty if nothing is. Ranks then still go through the rounds together."""
     rounds: dict[str, list[float]]
     """Seconds per round by name: ``gemm``, ``comm``, ``beside``, then the contenders of ``perf.figures.CaseResult``."""
     skipped: dict[str, str]
@@ -50,7 +50,7 @@ def measure(group: Group, cases: Sequence[BenchCase], ticks: Path | None) -> lis
 
 
 def _measure(group: Group, case: BenchCase, ticks: Path | None) -> RankTimes:
-    suite = _suite(group, case)
+    suite = make_suite(group, case)
     problem = _check(group, suite)
 
     def tick() -> None:
@@ -72,7 +72,8 @@ def _measure(group: Group, case: BenchCase, ticks: Path | None) -> RankTimes:
     return RankTimes(problem, rounds, suite.skipped, suite.auto)
 
 
-def _suite(group: Group, case: BenchCase) -> Suite:
+def make_suite(group: Group, case: BenchCase) -> Suite:
+    """What is compared in this world."""
     if case.op == "gemm":
         return gemm_suite(group.device, case.m, case.n, case.k, case.dtype)
     make = ghost_suite if group.transport == "ghost" else group_suite

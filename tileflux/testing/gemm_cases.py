@@ -33,7 +33,9 @@ def _config(role: Role, dtype: torch.dtype, arch: int, m: int, heavy: bool) -> G
     return lookup(problem).config
 
 
-def _spec(role: Role, dtype: torch.dtype, config: GemmConfig, use_tma: bool, activation: str | None) -> GemmSpec:
+def _spec(
+    role: Role, dtype: torch.dtype, config: GemmConfig, use_tma: bool, activation: str | None, records: bool
+) -> GemmSpec:
     quantised = dtype.itemsize == 1
     out_dtype = torch.bfloat16 if quantised else dtype
     depth = 2 * config.block_k if use_tma else 2 * config.block_k + 16
@@ -44,19 +46,29 @@ def _spec(role: Role, dtype: torch.dtype, config: GemmConfig, use_tma: bool, act
     return make_spec(
         operands, role, config,
         world_size=1 if role is PLAIN else _WORLD, num_feeders=config.num_feeders if role.feeds else 0,
-        releases=role is not PLAIN and role is not GATHERED, use_tma=use_tma,
+        releases=role is not PLAIN and role is not GATHERED, use_tma=use_tma, records=records,
     )  # fmt: skip
 
 
 def _case(
-    role: Role, dtype: torch.dtype, arch: int, *, m: int = 8192, tma: bool = True, activation: str | None = None
+    role: Role,
+    dtype: torch.dtype,
+    arch: int,
+    *,
+    m: int = 8192,
+    tma: bool = True,
+    activation: str | None = None,
+    records: bool = False,
 ) -> CompileCase:
     use_tma = tma and arch >= 90
     config = _config(role, dtype, arch, m, activation in HEAVY)
-    name = f"{role.name.replace(', ', '_').replace(' ', '_')}_{ELEMENTS[dtype]}_{m}_{activation}_{use_tma}_sm{arch}"
-    setattr(SPECS, name, _spec(role, dtype, config, use_tma, activation))
+    kinds = f"{ELEMENTS[dtype]}_{m}_{activation}_{use_tma}_sm{arch}{'_recorded' * records}"
+    name = f"{role.name.replace(', ', '_').replace(' ', '_')}_{kinds}"
+    setattr(SPECS, name, _spec(role, dtype, config, use_tma, activation, records))
     waits = role is not PLAIN
-    signature = {name: "i64" for name in ("a", "b", "out", "bias", "scale_a", "scale_b", "stride_a", "stride_b")}
+    signature = {
+        name: "i64" for name in ("a", "b", "out", "bias", "scale_a", "scale_b", "stride_a", "stride_b", "trace")
+    }
     signature |= {name: "i32" for name in "MNK"} | {"table_ptr": "*i64"}
     constexprs: dict[str, object] = {
         "ORDER": Imported(f"{_ORDERS}:{role.order.fn.__name__}"),
@@ -99,6 +111,7 @@ def _all_cases() -> tuple[CompileCase, ...]:
     cases += [_case(PLAIN, bf16, 80, activation="swiglu"), _case(PLAIN, bf16, 90, activation="gelu")]
     cases += [_case(role, bf16, 90, tma=False) for role in (PLAIN, GATHER, SCATTER)]
     cases += [_case(GATHERED, bf16, 90), _case(PLAIN, bf16, 90, m=16), _case(PLAIN, bf16, 90, m=64)]
+    cases += [_case(role, bf16, 90, records=True) for role in (PLAIN, GATHER, SCATTER)]
     return tuple(cases)
 
 

@@ -21,7 +21,7 @@ from tileflux.testing.ghost import Ghosts
 from tileflux.testing.numerics import assert_close
 from tileflux.tune.lookup import Choice, lookup, problem_for
 
-__all__ = ["GhostGather", "GhostScatter", "ghost_suite"]
+__all__ = ["GhostGather", "GhostScatter", "ghost_suite", "ghosts_of"]
 
 _NO_MAILBOX = "ghosts do not play the mailboxes of our collectives; the baseline is the same with copy engines"
 
@@ -66,7 +66,7 @@ class GhostTask:
         self.rank, self.world_size, self.device = group.rank, group.world_size, group.device
         self.rows = split_rows(shape[0], self.world_size)
         self.sizes = None if len(set(self.rows)) == 1 else list(self.rows)
-        self.ghosts = _ghosts(group)
+        self.ghosts = ghosts_of(group)
         self._incoming, self._outgoing = (torch.cuda.Stream(self.device) for _ in range(2))
         self.here: Turn | None = None
         self.epoch = 0
@@ -206,8 +206,9 @@ class GhostGather(GhostTask):
         def call() -> None:
             self.here = here
             self.ghosts.start()
-            self.ghosts.gather(here, self.ghost_rows)
+            # The op first: a kernel that it loads would wait for streams that wait for it.
             ops.ag_gemm(self.x, self.weight, group=self.group, sizes=self.sizes, strategy=strategy, out=self.out)
+            self.ghosts.gather(here, self.ghost_rows)
             self.ghosts.join()
 
         return call
@@ -289,8 +290,8 @@ class GhostScatter(GhostTask):
         def call() -> None:
             self.here, self.epoch = here, self.ghosts.num_calls(self.op)
             self.ghosts.start()
-            self.ghosts.scatter(here, self.partials, tiles.block_m if is_fused else None)
             ops.gemm_rs(self.x, self.weight, group=self.group, sizes=self.sizes, strategy=strategy, out=self.out)
+            self.ghosts.scatter(here, self.partials, tiles.block_m if is_fused else None)
             self.ghosts.join()
 
         return call
@@ -309,6 +310,6 @@ class GhostScatter(GhostTask):
 _played: dict[str, Ghosts] = {}
 
 
-def _ghosts(group: Group) -> Ghosts:
+def ghosts_of(group: Group) -> Ghosts:
     """One set of ghosts per group: they count its calls."""
     return _played.setdefault(group.name, Ghosts(group))

@@ -81,6 +81,7 @@ def install(concurrent_programs: int | None = None) -> None:
     stock.GridExecutor.__call__ = launching.launch
     register_asm(lang_signal.STORE_RELEASE.value, _store_release)
     register_asm(lang_signal.GLOBALTIMER.value, _globaltimer)
+    register_asm(lang_signal.SMID.value, np.zeros_like)
     register_call(lang_signal.poll, _poll)
     launch.allow_interpreter()
     _installed = True

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["GEMM_SHAPES", "MESSAGE_SHAPES", "GemmShape", "MessageShape"]
+__all__ = ["GEMM_SHAPES", "MESSAGE_SHAPES", "MODEL_SHAPES", "GemmShape", "MessageShape", "ModelShape"]
 
 
 class MessageShape(NamedTuple):
@@ -64,3 +65,52 @@ GEMM_SHAPES: tuple[GemmShape, ...] = (
     GemmShape("deep", 16, 16, 2048, "long sums into one small tile: the accumulator, and a pipeline that wraps round"),
 )
 """Products for the dense ops, from nothing to several tiles, cheap on a CPU. Every dtype and world size should pass."""
+
+
+class ModelShape(NamedTuple):
+    """A product of a model's layer as benchmarks name it, before ranks divide it: ``[m, k] @ [k, n]``."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    ops: tuple[str, ...]
+    """What the layer is made of when tensor-parallel. Column-parallel: N is divided; row-parallel: K."""
+    why: str
+
+
+_COLUMN = ("ag_gemm", "gemm")
+_ROW = ("gemm_rs", "gemm_ar", "gemm")
+_DECODE = ("gemm_ar", "gemm")
+
+MODEL_SHAPES: Mapping[str, tuple[ModelShape, ...]] = {
+    "flux": (
+        *(ModelShape("gpt3_up", m, 49152, 12288, _COLUMN, "what Flux reports, M = 4096, and around it")
+          for m in (512, 1024, 2048, 4096, 8192)),
+        *(ModelShape("gpt3_down", m, 12288, 49152, _ROW, "its counterpart: the sum after the same MLP")
+          for m in (512, 1024, 2048, 4096, 8192)),
+    ),
+    "gpt3": (
+        ModelShape("qkv", 2048, 36864, 12288, _COLUMN, "GPT-3 175B, one sequence: queries, keys and values"),
+        ModelShape("up", 2048, 49152, 12288, _COLUMN, "into the MLP, 4 times as wide as the model"),
+        ModelShape("attention_out", 2048, 12288, 12288, _ROW, "96 heads of 128 back to the model's width"),
+        ModelShape("down", 2048, 12288, 49152, _ROW, "out of the MLP: the longest sums"),
+    ),
+    "llama": (
+        ModelShape("8b_qkv", 4096, 6144, 4096, _COLUMN, "Llama-3 8B: 32 heads of 128, 8 of keys, 8 of values"),
+        ModelShape("8b_gate_up", 4096, 28672, 4096, _COLUMN, "both halves of its gated MLP of 14336"),
+        ModelShape("70b_qkv", 4096, 10240, 8192, _COLUMN, "Llama-3 70B: 64 heads of 128, 8 of keys, 8 of values"),
+        ModelShape("70b_gate_up", 4096, 57344, 8192, _COLUMN, "both halves of its gated MLP of 28672"),
+        ModelShape("8b_attention_out", 4096, 4096, 4096, _ROW, "the least to hide anything behind"),
+        ModelShape("8b_down", 4096, 4096, 14336, _ROW, "out of the MLP of 14336"),
+        ModelShape("70b_attention_out", 4096, 8192, 8192, _ROW, "64 heads of 128 back to the model's width"),
+        ModelShape("70b_down", 4096, 8192, 28672, _ROW, "out of the MLP of 28672; GEMM-RS that others lose at"),
+    ),
+    "decode": (
+        *(ModelShape("70b_attention_out", m, 8192, 8192, _DECODE, "Llama-3 70B, one token of each of M sequences")
+          for m in (1, 4, 16, 64, 256)),
+        *(ModelShape("70b_down", m, 8192, 28672, _DECODE, "the same, out of the MLP: the weight's bytes are the time")
+          for m in (1, 4, 16, 64, 256)),
+    ),
+}  # fmt: skip
+"""Layers of known models by the name of a set, for ``tileflux bench --shapes``: far too large for tests on a CPU."""

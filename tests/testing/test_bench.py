@@ -1,0 +1,165 @@
+"""Checked, then timed: what comes back from every rank, in which order, and what happens to a wrong result."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tileflux import ops
+from tileflux.symm.group import Group
+from tileflux.testing import bench, run_ranks
+from tileflux.testing.bench import BenchCase, RankTimes, make_suite, measure
+from tileflux.testing.contenders import Contender
+from tileflux.tune.lookup import STRATEGIES
+
+PARTS = ["gemm", "comm", "beside"]
+OURS = ["ours auto", "ours sequential", "ours fused"]
+COMPARED = {op: ["sequential", "pipelined", *OURS] for op in ("ag_gemm", "gemm_rs", "gemm_ar")} | {
+    "gemm": ["torch", "ours"]
+}
+
+
+def make_case(op: str, shape: tuple[int, int, int], dtype: str = "float32", num_rounds: int = 2) -> BenchCase:
+    return BenchCase(op, *shape, dtype, STRATEGIES, num_rounds)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_op_is_checked_and_timed_on_every_rank(world_size: int, tmp_path: Path) -> None:
+    """With three ranks none of the sizes divides."""
+    cases = [make_case(op, (65, 50, 35), dtype) for op in COMPARED for dtype in ("float32", "bfloat16")]
+    ticks = tmp_path / "ticks"
+    found = run_ranks(measure, world_size, args=(cases, ticks))
+    assert ticks.read_bytes() == b"." * 2 * len(cases), "a byte for every round, of one rank"
+    for times in (each for rank in found for each in rank):
+        assert times.problem == ""
+    for rank in found:
+        for case, times in zip(cases, rank, strict=True):
+            assert sorted(times.rounds) == sorted([*PARTS, *COMPARED[case.op]])
+            for name, seconds in times.rounds.items():
+                assert len(seconds) == 2
+                assert min(seconds) > 0 or (case.op == "gemm" and name in ("comm", "beside") and not any(seconds))
+            assert (times.auto in STRATEGIES[1:]) if case.op != "gemm" else times.auto == ""
+            assert list(times.skipped) == ([] if case.op == "gemm" else ["torch"])
+            assert all(times.skipped.values())
+    assert [each.auto for each in found[0]] == [each.auto for each in found[-1]]
+
+
+def _measure_in_order(group: Group, cases: list[BenchCase]) -> tuple[list[int], list[RankTimes]]:
+    order: list[int] = []
+    make = bench.make_suite
+
+    def noted(group: Group, case: BenchCase) -> object:
+        order.append(case.m)
+        return make(group, case)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "make_suite", noted)
+        return order, measure(group, cases, None)
+
+
+def test_the_largest_comes_first_and_results_in_the_order_asked_for() -> None:
+    sizes = {16: 1, 64: 3, 8: 5, 32: 2}
+    cases = [make_case("gemm_rs", (m, 16, 16), num_rounds=rounds) for m, rounds in sizes.items()]
+    for order, times in run_ranks(_measure_in_order, 2, args=(cases,)):
+        assert order == [64, 32, 16, 8]
+        assert [len(each.rounds["sequential"]) for each in times] == [1, 3, 5, 2]
+
+
+def _measure_broken(group: Group, op: str, break_it: Callable[..., None], at: int) -> RankTimes:
+    right = getattr(ops, op)
+
+    def wrong(*arguments: Any, out: torch.Tensor, **named: Any) -> None:
+        right(*arguments, out=out, **named)
+        if group.rank == at and named.get("strategy") == "fused":
+            break_it(out)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, op, wrong)
+        return measure(group, [make_case(op, (64, 48, 32))], None)[0]
+
+
+BREAK: dict[str, Callable[[torch.Tensor], object]] = {
+    "all of it": lambda out: out.add_(1.0),
+    "one element": lambda out: out[0, 0].add_(1.0),
+    "one left out": lambda out: out[-1, -1].fill_(torch.nan),
+}
+
+
+@pytest.mark.parametrize("how", BREAK)
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "gemm_ar"])
+def test_a_wrong_result_is_told_by_the_rank_that_has_it(op: str, how: str) -> None:
+    """All ranks go on to the end: one that stopped alone would keep the others waiting."""
+    right, wrong = run_ranks(_measure_broken, 2, args=(op, BREAK[how], 1))
+    assert right.problem == ""
+    assert wrong.problem.startswith("ours fused: rank 1: ")
+    assert len(wrong.rounds["ours fused"]) == 2
+
+
+def _broken_peer(group: Group) -> RankTimes:
+    """Rank 1 puts wrong rows on their way; what it computes itself is right."""
+    case = make_case("ag_gemm", (64, 48, 32))
+    suite = make_suite(group, case)
+    (fused,) = (each for each in suite.contenders if each.name == "ours fused")
+    task_x = fused.check.__self__.x  # type: ignore[attr-defined]
+
+    def run() -> None:
+        if group.rank == 1:
+            task_x.add_(1.0)
+        fused.run()
+        if group.rank == 1:
+            task_x.sub_(1.0)
+
+    suite.contenders[suite.contenders.index(fused)] = dataclasses.replace(fused, run=run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "make_suite", lambda group, case: suite)
+        return measure(group, [case], None)[0]
+
+
+def test_what_a_peer_sent_wrong_is_told_by_who_got_it() -> None:
+    first, second = run_ranks(_broken_peer, 2)
+    assert first.problem.startswith("ours fused: rank 0: ") and second.problem.startswith("ours fused: rank 1: ")
+
+
+class Unavailable(RuntimeError):
+    """As torch raises where it cannot run."""
+
+
+def _with_torch(group: Group, name: str) -> tuple[RankTimes | str, list[str]]:
+    """A contender that refuses to run."""
+    case = make_case("gemm_rs", (16, 16, 16))
+    suite = make_suite(group, case)
+    ran: list[str] = []
+
+    def refuse() -> None:
+        ran.append(name)
+        raise Unavailable("symmetric memory: not here\nand a second line")
+
+    suite.contenders.insert(1, Contender(name, refuse, lambda: pytest.fail("checked")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "make_suite", lambda group, case: suite)
+        try:
+            return measure(group, [case], None)[0], ran
+        except Unavailable as error:
+            return str(error), ran
+
+
+def test_torch_may_refuse_and_is_left_out() -> None:
+    for times, ran in run_ranks(_with_torch, 2, args=("torch",)):
+        assert isinstance(times, RankTimes) and times.problem == ""
+        assert times.skipped == {"torch": "symmetric memory: not here"}
+        assert "torch" not in times.rounds and ran == ["torch"], "it was timed although it cannot run"
+
+
+def test_ours_may_not() -> None:
+    for error, _ in run_ranks(_with_torch, 2, args=("ours made up",)):
+        assert isinstance(error, str) and error.startswith("symmetric memory: not here")
+
+
+def test_one_rank_alone() -> None:
+    (times,) = run_ranks(measure, 1, args=([make_case("gemm", (20, 30, 40), "bfloat16", 3)], None))[0]
+    assert times.problem == "" and len(times.rounds["ours"]) == 3

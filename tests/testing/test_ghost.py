@@ -1,0 +1,274 @@
+"""Ghosts keep a fused op's protocol: rows and partial sums in, flags and acks in step, call after call."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tileflux import ops
+from tileflux.config import CONTROL, GemmConfig
+from tileflux.errors import PeerTimeout, TransportUnavailable
+from tileflux.kernels.plan import split_rows
+from tileflux.kernels.turns import ShardPlan, Turn, gather_shards, scatter_shards, turn
+from tileflux.symm.group import Group
+from tileflux.testing import assert_close, ghost, poisoned, run_ranks
+from tileflux.testing.ghost import Ghosts, ghost_group
+
+WORLD = 4
+CONFIG = GemmConfig(128, 128, 64, num_warps=8, num_stages=3, num_feeders=4)
+
+
+@pytest.mark.parametrize("world_size", [-1, 0, 1])
+def test_a_world_without_ghosts_is_refused(world_size: int) -> None:
+    with pytest.raises(ValueError, match=rf"world_size={world_size} should be at least 2"):
+        ghost_group(world_size)
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TransportUnavailable, match="a ghost world needs a GPU"):
+        ghost_group(2)
+
+
+def fake_ghosts(world_size: int) -> Ghosts:
+    """What of ghosts needs no stream."""
+    made = object.__new__(Ghosts)
+    made.group = SimpleNamespace(world_size=world_size, rank=0)  # type: ignore[assignment]
+    made._epochs = {}
+    made._blocks = [None] * ghost._NUM_BLOCKS
+    return made
+
+
+def with_plan(plan: ShardPlan, flags: torch.Tensor | None = None) -> Turn:
+    """A turn of which only the plan is asked, and the real rank's flags."""
+    return SimpleNamespace(plan=plan, flags=lambda owner: flags)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("rows", [(128, 128, 128), (300, 299, 299), (1, 0, 0), (0, 700, 5)])
+@pytest.mark.parametrize("num_columns", [1, 128, 129, 1000])
+def test_flags_are_counted_as_the_kernel_numbers_its_tiles(rows: tuple[int, ...], num_columns: int) -> None:
+    """Tile (m, n) of a shard has number ``m * num_n + n``, whatever the number of rows of the longest shard."""
+    plan = scatter_shards("gemm_rs", rows, num_columns, 2, CONFIG)
+    ghosts, here = fake_ghosts(len(rows)), with_plan(plan)
+    num_n = -(-num_columns // CONFIG.block_n)
+    assert ghosts._tiles_per_row(here, CONFIG.block_m) == num_n
+    for owner, count in enumerate(rows):
+        if count:
+            numbers = [m * num_n + n for m in range(-(-count // CONFIG.block_m)) for n in range(num_n)]
+            assert ghosts._last_flag(here, owner, CONFIG.block_m) == numbers[-1] < plan.num_flags
+        assert ghosts._last_flag(here, owner, None) == 0, "pipelined: one flag announces a whole shard"
+    assert ghosts._tiles_per_row(here, None) == 1
+
+
+def fake_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no GPU nothing can be pinned."""
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, pin_memory=False, **named: empty(*size, **named)
+    )  # fmt: skip
+
+
+def test_a_row_of_tiles_is_announced_by_all_sources_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_pinning(monkeypatch)
+    plan = scatter_shards("gemm_rs", (300, 300, 300), 200, 2, CONFIG)
+    flags = torch.zeros(plan.num_flags, 3, dtype=torch.int32)
+    ghosts, here = fake_ghosts(3), with_plan(plan, flags.view(-1))
+    ghosts._raise_flags(here, 1, CONFIG.block_m, 41)
+    assert flags.tolist() == [[42 if tile in (2, 3) else 0] * 3 for tile in range(6)], "two tiles a row, three rows"
+    ghosts._raise_flags(here, 0, None, 42)
+    assert flags[0].tolist() == [43] * 3 and flags[1].tolist() == [0] * 3
+    larger = scatter_shards("gemm_rs", (300, 300, 300), 5000, 2, CONFIG)
+    more = torch.zeros(larger.num_flags * 3, dtype=torch.int32)
+    ghosts._raise_flags(with_plan(larger, more), 0, CONFIG.block_m, 41 + ghost._NUM_BLOCKS)
+    assert more[: 40 * 3].eq(42 + ghost._NUM_BLOCKS).all() and more[40 * 3 :].eq(0).all(), "a block that must grow"
+
+
+def test_calls_are_counted_by_op() -> None:
+    ghosts = fake_ghosts(2)
+    assert [ghosts._next("ag_gemm") for _ in range(3)] == [0, 1, 2]
+    assert ghosts._next("gemm_rs") == 0
+    assert (ghosts.num_calls("ag_gemm"), ghosts.num_calls("gemm_rs"), ghosts.num_calls("gemm")) == (3, 1, 0)
+
+
+def on_gpu(function: object, *args: object) -> None:
+    """In a process of its own, which can be stopped if a stream never ends."""
+    run_ranks(
+        function, 1, args=args, where="spawn", device="cuda:0", make_group=False, timeout_s=120  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def load_products(x: torch.Tensor, weight: torch.Tensor, counts: set[int]) -> None:
+    """The library's kernels for so many rows: one that it loads while a stream waits may never be loaded."""
+    for count in counts:
+        torch.mm(x[:count], weight.t(), out=x.new_empty(count, len(weight)))
+    torch.cuda.synchronize()
+
+
+class Gathering:
+    """Calls of ``ag_gemm`` with fresh numbers, and what must come of them."""
+
+    def __init__(self, group: Group, m: int, n: int, k: int, num_chunks: int) -> None:
+        self.rows = split_rows(m, group.world_size)
+        self.sizes = list(self.rows)
+        everything = torch.randn(m, k, device="cuda").bfloat16()
+        self.weight = torch.randn(n, k, device="cuda").bfloat16()
+        self.x, self.k = everything[: self.rows[0]].clone(), k
+        self.sent = torch.empty(m, k, dtype=torch.bfloat16, pin_memory=True).copy_(everything)
+        self.expected = everything.double() @ self.weight.double().t()
+        self.out = poisoned((m, n), torch.bfloat16, "cuda")
+        self.config = GemmConfig(64, 64, 64, num_warps=4, num_stages=2, num_feeders=2, num_chunks=num_chunks)
+        self.here = turn(group, gather_shards("ag_gemm", self.rows, 2 * k, False, num_chunks))
+        plan = self.here.plan
+        chunks = [plan.chunk(rank, index) for rank in range(group.world_size) for index in range(plan.num_chunks)]
+        load_products(everything, self.weight, {len(chunk) for chunk in chunks})
+
+    def call(self, group: Group, ghosts: Ghosts, strategy: str) -> None:
+        ghosts.start()
+        ops.ag_gemm(
+            self.x, self.weight, group=group, sizes=self.sizes, strategy=strategy, config=self.config, out=self.out
+        )
+        ghosts.gather(self.here, self.sent)
+        ghosts.join()
+
+    def check(self) -> None:
+        assert_close(self.out, self.expected, reduction=self.k)
+
+    def check_received(self, epoch: int) -> None:
+        for peer in range(1, len(self.rows)):
+            received = self.here.rows_at(peer, torch.bfloat16, self.k)[: self.rows[0]]
+            assert torch.equal(received, self.x.cpu()), f"ghost {peer} did not get the real rank's rows"
+
+
+class Scattering:
+    """The same of ``gemm_rs``."""
+
+    def __init__(self, group: Group, m: int, n: int, k: int, num_chunks: int) -> None:
+        self.rows = split_rows(m, group.world_size)
+        self.sizes = list(self.rows)
+        self.x, self.weight = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").bfloat16()
+        self.exact, self.k = self.x.double() @ self.weight.double().t(), k
+        partials = torch.randn(group.world_size, self.rows[0], n) * k**0.5
+        self.sent = [torch.empty_like(each, dtype=torch.bfloat16, pin_memory=True).copy_(each) for each in partials]
+        self.expected = self.exact[: self.rows[0]] + sum(each.double().cuda() for each in self.sent[1:])
+        self.out = poisoned((self.rows[0], n), torch.bfloat16, "cuda")
+        self.config = GemmConfig(64, 64, 64, num_warps=4, num_stages=2, num_chunks=num_chunks)
+        self.here: Turn
+        load_products(self.x, self.weight, set(self.rows))
+
+    def call(self, group: Group, ghosts: Ghosts, strategy: str) -> None:
+        from tileflux.kernels.dense import pipelined_tiles
+
+        tiles = self.config if strategy == "fused" else pipelined_tiles(self.config)
+        self.here = turn(group, scatter_shards("gemm_rs", self.rows, self.weight.shape[0], 2, tiles))
+        ghosts.start()
+        ops.gemm_rs(
+            self.x, self.weight, group=group, sizes=self.sizes, strategy=strategy, config=self.config, out=self.out
+        )
+        ghosts.scatter(self.here, self.sent, tiles.block_m if strategy == "fused" else None)
+        ghosts.join()
+
+    def check(self) -> None:
+        assert_close(self.out, self.expected, reduction=self.k)
+
+    def check_received(self, epoch: int) -> None:
+        for peer in range(1, len(self.rows)):
+            slot = self.here.slot(peer, 0, torch.bfloat16, self.weight.shape[0], epoch)[: self.rows[peer]]
+            first = sum(self.rows[:peer])
+            assert_close(slot.cuda(), self.exact[first : first + self.rows[peer]], reduction=self.k)
+
+
+OPS: dict[str, Any] = {"ag_gemm": Gathering, "gemm_rs": Scattering}
+
+
+def _play(rank: int, world_size: int, op: str) -> None:
+    for strategy in ("fused", "pipelined"):
+        with ghost_group(WORLD, timeout_s=5) as group:
+            _play_many(group, op, strategy)
+
+
+def _play_many(group: Group, op: str, strategy: str) -> None:
+    """Twenty calls of two problems in any order, nobody synchronising: each leaves its numbers in the other's way."""
+    ghosts = Ghosts(group)
+    # The largest first: the other then uses the same memory.
+    problems = [OPS[op](group, m, 256, 256, num_chunks=2) for m in (2048, 301)]
+    for problem in problems:
+        problem.call(group, ghosts, strategy)
+        group.synchronize()
+        problem.check()
+        problem.check_received(ghosts.num_calls(op) - 1)
+        problem.out.fill_(torch.nan)
+    ended: list[torch.cuda.Event] = []
+    results: list[tuple[int, torch.Tensor]] = []
+    for _ in range(20):
+        if len(ended) >= ghost._NUM_BLOCKS - 1:
+            ended[1 - ghost._NUM_BLOCKS].synchronize()  # no more calls under way than ghosts have blocks
+        number = int(torch.randint(2, ()))
+        problems[number].call(group, ghosts, strategy)
+        results.append((number, problems[number].out.clone()))
+        ended.append(torch.cuda.current_stream().record_event())
+    group.synchronize()
+    assert ghosts.num_calls(op) == 22
+    counted = problems[0].here._control.view(dtype=torch.int32)[CONTROL.epoch]
+    assert counted.item() == 22, "the real rank has counted as many"
+    for call, (number, result) in enumerate(results):
+        assert_close(result, problems[number].expected, reduction=256, what=f"{strategy}, call {call}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+def test_calls_back_to_back(op: str) -> None:
+    on_gpu(_play, op)
+
+
+def _stamp(rank: int, world_size: int) -> None:
+    with ghost_group(WORLD, timeout_s=5) as group:
+        for op, make in OPS.items():
+            ghosts = Ghosts(group, stamps=[])
+            problem = make(group, 2048, 256, 256, num_chunks=2)
+            problem.call(group, ghosts, "fused")
+            group.synchronize()
+            problem.check()
+            assert ghosts.stamps is not None and {stamp.source for stamp in ghosts.stamps} == {1, 2, 3}
+            for source in range(1, WORLD):
+                mine = [stamp for stamp in ghosts.stamps if stamp.source == source]
+                assert sum(stamp.nbytes for stamp in mine) == 512 * 256 * 2, "a shard of rows, or of the result"
+                assert [stamp.chunk for stamp in mine] == list(range(len(mine)))
+                assert all(stamp.begin.elapsed_time(stamp.end) >= 0 for stamp in mine)
+            # Two chunks of every peer; of gemm_rs the last peer's rows by tiles of 64.
+            assert len(ghosts.stamps) == (3 * 2 if op == "ag_gemm" else 2 + 8)
+
+
+@pytest.mark.gpu
+def test_transfers_are_timed_where_somebody_asks() -> None:
+    on_gpu(_stamp)
+
+
+def _wrong(rank: int, world_size: int) -> None:
+    """What ghosts send is what the result is made of: changed numbers are seen in it."""
+    with ghost_group(WORLD, timeout_s=5) as group:
+        ghosts = Ghosts(group)
+        for op, make in OPS.items():
+            problem = make(group, 301, 256, 256, num_chunks=1)
+            (problem.sent if op == "ag_gemm" else problem.sent[2])[-1].zero_()
+            problem.call(group, ghosts, "fused")
+            group.synchronize()
+            with pytest.raises(AssertionError, match="off by more than rounding explains"):
+                problem.check()
+    for op, make in OPS.items():
+        # Nobody plays: the op ends with a timeout, and the group can be closed.
+        group = ghost_group(WORLD, timeout_s=0.5)
+        problem = make(group, 301, 256, 256, num_chunks=1)
+        silent = SimpleNamespace(**dict.fromkeys(("start", "gather", "scatter", "join"), lambda *arguments: None))
+        problem.call(group, silent, "fused")
+        with pytest.raises(PeerTimeout) as caught:
+            group.synchronize()
+        assert caught.value.op == op and caught.value.peer in (1, 2, 3)
+        group.close()
+
+
+@pytest.mark.gpu
+def test_ghosts_that_send_something_else_or_nothing_are_noticed() -> None:
+    on_gpu(_wrong)

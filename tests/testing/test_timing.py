@@ -1,0 +1,167 @@
+"""Rounds in which everything takes its turn, and a stopwatch that times the work and not the host that queues it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tileflux.testing import timing
+from tileflux.testing.timing import HEAD_START_S, Stopwatch, head_start, time_rounds
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Script:
+    """A stopwatch whose every reading is the number of the reading."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        call()
+        return float(len(self.log))
+
+
+def run_script(num_rounds: int, **options: int) -> tuple[list[str], dict[str, list[float]]]:
+    """What was called in which order, with ``|`` after a round, and the readings."""
+    script = Script()
+    calls = {name: lambda name=name: script.log.append(name) for name in "abc"}
+    ends: list[int] = []
+    seconds = time_rounds(script, calls, num_rounds, after_round=lambda: ends.append(len(script.log)), **options)
+    log = list(script.log)
+    for end in reversed(ends):
+        log.insert(end, "|")
+    return log, seconds
+
+
+@pytest.mark.parametrize("num_warmups", [0, 1, 2, 3])
+def test_rounds_go_forwards_and_backwards_in_turn(num_warmups: int) -> None:
+    log, _ = run_script(4, num_warmups=num_warmups)
+    rounds = "".join(log).replace("|", "")
+    rounds = [rounds[begin : begin + 3] for begin in range(0, len(rounds), 3)]
+    assert len(rounds) == num_warmups + 4 and set(rounds) == {"abc", "cba"}
+    assert all(one != other for one, other in zip(rounds, rounds[1:], strict=False))
+    assert rounds[num_warmups] == "abc", "the first round that counts is the same whatever came before"
+
+
+def test_warm_ups_are_neither_counted_nor_told() -> None:
+    log, seconds = run_script(3)
+    assert "".join(log) == "abccba" + "abc|cba|abc|"
+    assert seconds == {"a": [7.0, 12.0, 13.0], "b": [8.0, 11.0, 14.0], "c": [9.0, 10.0, 15.0]}
+
+
+def test_no_rounds_give_empty_lists() -> None:
+    log, seconds = run_script(0, num_warmups=1)
+    assert "".join(log) == "cba" and seconds == {"a": [], "b": [], "c": []}
+
+
+def test_on_the_cpu_a_call_is_timed_from_when_all_are_together() -> None:
+    calls: list[str] = []
+
+    def together() -> None:
+        calls.append("together")
+        time.sleep(0.3)
+
+    def call() -> None:
+        calls.append("call")
+        time.sleep(0.05)
+
+    watch = Stopwatch(CPU, together)
+    quickest = min(watch.seconds(call) for _ in range(3))
+    assert calls == ["together", "call"] * 3
+    assert 0.05 <= quickest < 0.3, "what the others took to come was timed as well"
+
+
+class FakeGpu:
+    """A stream that notes what it is told, and events that are as far apart as the call says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.sleeps: list[int] = []
+        self.clock = 0.0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                assert enable_timing
+                self.time_ms = -1.0
+
+            def record(self) -> None:
+                gpu.log.append("record")
+                self.time_ms = gpu.clock
+
+            def synchronize(self) -> None:
+                gpu.log.append("synchronize")
+
+            def elapsed_time(self, end: Event) -> float:
+                return end.time_ms - self.time_ms
+
+        def sleep(cycles: int) -> None:
+            assert isinstance(cycles, int)
+            gpu.log.append("sleep")
+            gpu.sleeps.append(cycles)
+
+        monkeypatch.setattr(torch.cuda, "_sleep", sleep)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+
+    def call(self, host_s: float, gpu_s: float) -> Callable[[], None]:
+        """A call that holds the host and the GPU for so long."""
+
+        def call() -> None:
+            self.log.append("call")
+            self.clock += 1e3 * gpu_s
+            time.sleep(host_s)
+
+        return call
+
+
+def test_on_a_gpu_the_stream_is_timed_and_not_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    watch = Stopwatch(GPU, lambda: gpu.log.append("together"))
+    assert watch.seconds(gpu.call(host_s=0.02, gpu_s=0.25)) == pytest.approx(0.25)
+    assert gpu.log == ["sleep", "together", "record", "call", "record", "synchronize"]
+
+
+def test_the_head_start_grows_with_what_the_host_needed_the_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    watch = Stopwatch(GPU, lambda: None)
+    quick, slow = gpu.call(0.0, 1e-3), gpu.call(0.2, 1e-3)
+    least = int(HEAD_START_S * timing._CYCLES_PER_S)
+    for call in (slow, quick, slow):
+        watch.seconds(call)
+    assert gpu.sleeps[:2] == [least, least], "of a call that was never made nothing is known"
+    assert gpu.sleeps[2] >= 1.5 * 0.2 * timing._CYCLES_PER_S
+    watch.seconds(quick)
+    assert gpu.sleeps[3] < gpu.sleeps[2], "calls have head starts of their own"
+    gpu.sleeps.clear()
+    head_start()
+    head_start(0.5)
+    assert gpu.sleeps == [least, int(0.5 * timing._CYCLES_PER_S)]
+
+
+def test_a_call_that_queues_with_the_others_waits_for_them_in_its_head_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meeting the others takes the host's time too."""
+    gpu = FakeGpu(monkeypatch)
+    watch = Stopwatch(GPU, lambda: time.sleep(0.1))
+    call = gpu.call(0.0, 1e-3)
+    watch.seconds(call)
+    watch.seconds(call)
+    assert gpu.sleeps[1] >= 1.5 * 0.1 * timing._CYCLES_PER_S
+
+
+@pytest.mark.gpu
+def test_a_pause_of_the_stream_is_what_the_stopwatch_reads() -> None:
+    """The host's own pause is hidden by the head start from the second reading on."""
+    watch = Stopwatch(torch.device("cuda"), lambda: None)
+
+    def call() -> None:
+        torch.cuda._sleep(20_000_000)
+        time.sleep(0.05)
+        torch.cuda._sleep(20_000_000)
+
+    readings = [watch.seconds(call) for _ in range(4)]
+    assert readings[0] >= 0.05, "nothing was known of the host's pause"
+    assert 0.01 <= min(readings[1:]) < 0.05

@@ -1,0 +1,230 @@
+"""What ``tileflux bench`` was asked for: shapes, a world, files. All mistakes are found here, before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tileflux import env
+from tileflux.cli._plot import PLOT_SUFFIXES, can_plot
+from tileflux.cli._worlds import BenchPlace, Place, World, choose, choose_for_bench
+from tileflux.config import Link
+from tileflux.testing.bench import BenchCase
+from tileflux.testing.shapes import MODEL_SHAPES
+
+__all__ = [
+    "GHOST_WORLD",
+    "STDOUT",
+    "WORLD",
+    "Dtype",
+    "Op",
+    "Options",
+    "Request",
+    "ShapeSet",
+    "Strategy",
+    "parse_sweeps",
+]
+
+GHOST_WORLD, WORLD = 8, 4
+"""Ranks where nobody says how many."""
+STDOUT = Path("-")
+
+
+class Op(enum.StrEnum):
+    """What can be measured."""
+
+    AG_GEMM = "ag_gemm"
+    GEMM_RS = "gemm_rs"
+    GEMM_AR = "gemm_ar"
+    GEMM = "gemm"
+
+
+class Dtype(enum.StrEnum):
+    """Of inputs and results."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
+class Strategy(enum.StrEnum):
+    """Ways of ours, in the order of the table."""
+
+    SEQUENTIAL = "sequential"
+    PIPELINED = "pipelined"
+    FUSED = "fused"
+    AUTO = "auto"
+
+
+class ShapeSet(enum.StrEnum):
+    """Names of ``MODEL_SHAPES``."""
+
+    FLUX = "flux"
+    GPT3 = "gpt3"
+    LLAMA = "llama"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True)
+class Options:
+    """As they stand on the command line."""
+
+    op: Op
+    sizes: tuple[int | None, int | None, int | None]
+    world: int | None
+    where: BenchPlace
+    dtype: Dtype | None
+    sweep: Sequence[str]
+    iters: int
+    strategy: Sequence[Strategy]
+    shapes: ShapeSet | None
+    link: str | None
+    json: Path | None
+    csv: Path | None
+    plot: Path | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be done, all of it possible here as far as can be told."""
+
+    options: Options
+    world: World
+    cases: tuple[BenchCase, ...]
+    link: Link | None
+    """Emulated between CPU ranks, by option or by the environment."""
+
+    @classmethod
+    def check(cls, options: Options) -> Request:
+        """``ValueError`` says what is wrong with the options, or with this machine for them."""
+        # Asked for here, so that a wrong value is told before ranks start, and once.
+        env.timeout_s(), env.check(), env.transport(), env.link()
+        _check_outputs(options)
+        world = _choose(options)
+        dtype = options.dtype or (Dtype.BFLOAT16 if world.on_gpu else Dtype.FLOAT32)
+        strategies = _strategies(options)
+        cases = [BenchCase(options.op.value, *size, dtype.value, strategies, options.iters) for size in _sizes(options)]
+        return cls(options, world, tuple(cases), _link(options.link, world))
+
+    @property
+    def command(self) -> str:
+        """The call with everything that decides what is measured written out, defaults too."""
+        options, dtype = self.options, self.cases[0].dtype
+        words = ["tileflux", "bench", options.op, *(str(size) for size in options.sizes if size is not None)]
+        words += ["--where", options.where, "--dtype", dtype, "--iters", str(options.iters)]
+        words += [] if self.world.where == "torchrun" or options.op is Op.GEMM else ["--world", str(self.world.size)]
+        for option, values in (("--sweep", options.sweep), ("--strategy", options.strategy)):
+            words += [word for value in values for word in (option, value)]
+        words += ["--shapes", options.shapes] if options.shapes else []
+        words += ["--link", str(self.link)] if self.link is not None and self.world.where == "fork" else []
+        return shlex.join(words)
+
+
+def _check_outputs(options: Options) -> None:
+    plot = options.plot
+    if options.json == options.csv == STDOUT:
+        raise ValueError("--json - and --csv - would both be on standard output; give one of them a file")
+    if plot is not None and plot.suffix not in PLOT_SUFFIXES:
+        raise ValueError(f"--plot {plot} should end in {', '.join(PLOT_SUFFIXES)}")
+    if plot is not None and not can_plot():
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install 'tileflux[plot]'")
+    for option, file in (("--json", options.json), ("--csv", options.csv), ("--plot", plot)):
+        if file is None or file == STDOUT:
+            continue
+        if file.is_dir():
+            raise ValueError(f"{option} {file} is a folder, and should be a file")
+        if not file.parent.is_dir():
+            raise ValueError(f"{option} {file}: there is no folder {file.parent}")
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ValueError(f"{option} {file} cannot be written")
+
+
+def _choose(options: Options) -> World:
+    place, size = options.where, options.world
+    if options.op is Op.GEMM:
+        if size not in (None, 1) or place not in ("auto", "cpu", "local"):
+            raise ValueError("gemm is one rank's own product: no --world, and --where auto, cpu or local")
+        chosen = choose(Place(place.value), 1)
+        chosen = dataclasses.replace(chosen, text="one GPU" if chosen.on_gpu else "one CPU process")
+    else:
+        if options.op is Op.GEMM_AR and place is BenchPlace.GHOST:
+            raise ValueError("ghosts play ag_gemm and gemm_rs, not gemm_ar; use --where mps")
+        default = GHOST_WORLD if place is BenchPlace.GHOST else WORLD
+        chosen = choose_for_bench(place, default if size is None else size)
+        if chosen.where == "torchrun" and size is not None:
+            raise ValueError(f"--world {size}: torchrun says how many ranks there are (--nproc-per-node)")
+    if not chosen.on_gpu and env.cpu_backend() != "host":
+        raise ValueError("TILEFLUX_CPU_BACKEND=interpret would time Triton's interpreter; unset it")
+    return chosen
+
+
+def _link(text: str | None, world: World) -> Link | None:
+    if text is None:
+        return None if world.on_gpu else env.link()
+    if world.where != "fork":
+        raise ValueError(f"--link {text} is emulated between CPU processes only; use --where cpu")
+    try:
+        return Link.parse(text)
+    except ValueError as error:
+        raise ValueError(f"--link {text}: {error}") from None
+
+
+def _strategies(options: Options) -> tuple[str, ...]:
+    if options.op is not Op.GEMM:
+        return tuple(dict.fromkeys(each.value for each in options.strategy or Strategy))
+    if options.strategy:
+        raise ValueError("gemm has no strategies: it is one kernel")
+    return ()
+
+
+def _sizes(options: Options) -> list[tuple[int, int, int]]:
+    """All shapes that are asked for, each once."""
+    axes, op = parse_sweeps(options.sweep), options.op.value
+    named = dict(zip("mnk", options.sizes, strict=True))
+    if options.shapes is None:
+        if missing := [axis.upper() for axis, size in named.items() if size is None]:
+            raise ValueError(f"{op} needs M, N and K, or --shapes; {', '.join(missing)} missing")
+        lists = [axes.get(axis, [size or 0]) for axis, size in named.items()]
+        return list(dict.fromkeys((m, n, k) for m, n, k in itertools.product(*lists)))
+    if any(size is not None for size in options.sizes):
+        raise ValueError(f"--shapes {options.shapes} takes the place of M, N and K; leave them out")
+    if set(axes) - {"m"}:
+        raise ValueError("--sweep of a set's N or K would be another model's; only m can be swept with --shapes")
+    known = MODEL_SHAPES[options.shapes]
+    entries = [entry for entry in known if op in entry.ops]
+    if not entries:
+        others = dict.fromkeys(name for entry in known for name in entry.ops)
+        raise ValueError(f"--shapes {options.shapes} has nothing for {op}; it is for {', '.join(others)}")
+    return list(dict.fromkeys((m, entry.n, entry.k) for entry in entries for m in axes.get("m", [entry.m])))
+
+
+def parse_sweeps(texts: Sequence[str]) -> dict[str, list[int]]:
+    """``m=512:8192`` (doubling) and ``m=512,4096`` as sizes by axis."""
+    axes: dict[str, list[int]] = {}
+    for text in texts:
+        axis, _, values = text.partition("=")
+        if axis not in ("m", "n", "k"):
+            raise ValueError(f"--sweep {text} should name m, n or k, as in m=512:8192 or m=512,1024")
+        if axis in axes:
+            raise ValueError(f"--sweep {text}: {axis} is swept already")
+        try:
+            sizes = _doubled(*map(int, values.split(":"))) if ":" in values else [int(v) for v in values.split(",")]
+        except (ValueError, TypeError):  # no numbers, or not two of them
+            raise ValueError(f"--sweep {text} should be like {axis}=512:8192 or {axis}=512,1024") from None
+        if not sizes or min(sizes) < 1:
+            raise ValueError(f"--sweep {text} should have sizes of at least 1, from small to large: {axis}=512:8192")
+        axes[axis] = list(dict.fromkeys(sizes))
+    return axes
+
+
+def _doubled(first: int, last: int) -> list[int]:
+    sizes = [first] if 0 < first <= last else []
+    while sizes and 2 * sizes[-1] <= last:
+        sizes.append(2 * sizes[-1])
+    return sizes

@@ -1,0 +1,264 @@
+"""``tileflux bench``: ours against plain baselines and torch, checked, then timed in a world that the user picks.
+
+What is asked for is checked in ``_request.py``; what a rank does is in ``testing/bench.py``, and what becomes of its
+times in ``_report.py`` and ``_plot.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+
+import tileflux
+from tileflux import env
+from tileflux.cli._console import Progress, fail, make_console
+from tileflux.cli._machine import inspect_machine
+from tileflux.cli._plot import plot as draw
+from tileflux.cli._report import Measured, Session, as_csv, as_json, merge, sentence, show
+from tileflux.cli._request import GHOST_WORLD, STDOUT, WORLD, Dtype, Op, Options, Request, ShapeSet, Strategy
+from tileflux.cli._worlds import (
+    BenchPlace,
+    World,
+    explain,
+    is_unavailable,
+    run,
+    run_here,
+    torchrun_world,
+    virtual_ranks,
+)
+from tileflux.errors import RankFailed, TilefluxError
+from tileflux.symm.group import Group
+from tileflux.testing.bench import RankTimes, measure
+
+__all__ = ["bench"]
+
+# Waits have deadlines of their own. This one is for ranks that neither wait nor end, and must not cut a sweep short.
+_TIMEOUT_S = 6 * 3600.0
+_MAX_RANKS = 64
+_WHERE = {"fork": "cpu", "virtual": "local", "spawn": "gpus"}  # ways to start ranks, as users know them
+
+_Size = Annotated[int | None, typer.Argument(min=1, show_default=False, help="Of the whole product.")]
+_WorldSize = Annotated[
+    int | None,
+    typer.Option("--world", min=1, max=_MAX_RANKS, help=f"Number of ranks; {WORLD}, or {GHOST_WORLD} with ghosts."),
+]
+_Where = Annotated[
+    BenchPlace,
+    typer.Option(
+        "--where",
+        help="auto, cpu, local and mps: as in the demo. ghost: one rank with a whole GPU, and peers behind PCIe. "
+        "torchrun: the processes that torchrun started.",
+    ),
+]
+_Dtype = Annotated[Dtype | None, typer.Option("--dtype", help="Default: bfloat16 on GPUs, float32 on the CPU.")]
+_Sweep = Annotated[
+    list[str] | None,
+    typer.Option("--sweep", metavar="AXIS=SIZES", help="m=512:8192, doubling, or m=512,4096. Also n and k."),
+]
+_Iters = Annotated[int, typer.Option("--iters", min=1, help="Timed rounds; in each, everything runs once.")]
+_Strategy = Annotated[list[Strategy] | None, typer.Option("--strategy", help="Which of ours; all, if none is named.")]
+_Shapes = Annotated[ShapeSet | None, typer.Option("--shapes", help="Layers of known models instead of M N K.")]
+_LinkText = Annotated[
+    str | None, typer.Option("--link", metavar="RATE,LATENCY", help="Emulated between CPU processes: 2GB/s,20us.")
+]
+_Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything, raw rounds too; - prints it.")]
+_Csv = Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="A line per contender; - prints it.")]
+_Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Speed-ups as a .png, .svg or .pdf.")]
+
+
+def bench(
+    op: Annotated[Op, typer.Argument(show_default=False, help="What to measure.")],
+    m: _Size = None,
+    n: _Size = None,
+    k: _Size = None,
+    world: _WorldSize = None,
+    where: _Where = BenchPlace.AUTO,
+    dtype: _Dtype = None,
+    sweep: _Sweep = None,
+    iters: _Iters = 20,
+    strategy: _Strategy = None,
+    shapes: _Shapes = None,
+    link: _LinkText = None,
+    json: _Json = None,
+    csv: _Csv = None,
+    plot: _Plot = None,
+) -> None:
+    """Time an op against plain baselines and torch, after checking every result.
+
+    M, N and K are of the whole product: ranks divide N for ag_gemm, and K for gemm_rs and gemm_ar.
+    A wrong result gets no time, and the exit status is 1. How to read the table is in docs/bench.md.
+
+    \b
+    Examples:
+      tileflux bench ag_gemm 4096 49152 12288 --world 8
+      tileflux bench gemm_rs 4096 8192 28672 --sweep m=512:8192
+      tileflux bench gemm_ar --shapes decode --csv decode.csv
+      tileflux bench ag_gemm 256 512 512 --where cpu --link 1GB/s,50us
+      torchrun --nproc-per-node 8 -m tileflux bench gemm_rs --shapes flux
+    """
+    options = Options(
+        op, (m, n, k), world, where, dtype, sweep or (), iters, strategy or (), shapes, link, json, csv, plot
+    )  # fmt: skip
+    try:
+        request = Request.check(options)
+    except ValueError as error:
+        if where in ("auto", "torchrun") and env.torchrun_present() and env.local_rank() != 0:
+            raise typer.Exit(2) from None  # one of its processes says it for all
+        fail("bench", str(error), 2)
+    _finish(request, *_measure(request))
+
+
+def _measure(request: Request) -> tuple[Console, World, list[Measured]]:
+    """Run the ranks. Processes of torchrun other than its rank 0 leave from here."""
+    is_piped = STDOUT in (request.options.json, request.options.csv)
+    console = Console(stderr=True, highlight=False) if is_piped else make_console()
+    if request.world.where == "torchrun":
+        world, ranks = _join(console, request)
+    else:
+        world, ranks = _start(console, request, request.world)
+    return console, world, merge(request.cases, world.size, ranks)
+
+
+def _start(console: Console, request: Request, world: World) -> tuple[World, list[list[RankTimes]]]:
+    """The ranks' times, and their world: virtual ranks instead, where ``auto`` took MPS and that does not work."""
+    _announce(console, request, world)
+    changes = {"TILEFLUX_LINK": str(request.link)} if request.link is not None else {}
+    try:
+        with env.scoped(changes):
+            return world, _watched(
+                console, request, lambda ticks: run(world, measure, (request.cases, ticks), timeout_s=_TIMEOUT_S)
+            )
+    except TilefluxError as error:
+        if not (request.options.where is BenchPlace.AUTO and world.where == "mps" and is_unavailable(error)):
+            fail("bench", _reason(error), 1)
+        console.print(f"MPS does not work here: {explain(error)[0]}", soft_wrap=True)
+    return _start(console, request, virtual_ranks(world.size, world.device))
+
+
+def _join(console: Console, request: Request) -> tuple[World, list[list[RankTimes]]]:
+    """The same as one of a launcher's processes."""
+    try:
+        with Group.from_env() as group:
+            world = torchrun_world(group.world_size)
+            if group.rank == 0:
+                _announce(console, request, world)
+                ranks = _watched(console, request, lambda ticks: run_here(group, measure, (request.cases, ticks)))
+            else:
+                ranks = run_here(group, measure, (request.cases, None))
+            is_first = group.rank == 0
+    except TilefluxError as error:
+        fail("bench", _reason(error), 1)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if not is_first:
+        raise typer.Exit
+    return world, ranks
+
+
+def _reason(error: TilefluxError) -> str:
+    """One line for what is understood, a rank's traceback for the rest."""
+    what, fix = explain(error)
+    cause = error.cause if isinstance(error, RankFailed) else None
+    # Too large a shape is nobody's defect. On the CPU torch has no type of its own for it.
+    is_too_large = isinstance(cause, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(cause)
+    if isinstance(cause, TilefluxError | None) or is_too_large:
+        return f"{what}; to fix: {fix}" if fix else what
+    return str(error)
+
+
+def _announce(console: Console, request: Request, world: World) -> None:
+    case = request.cases[0]
+    link = f", link {request.link}" if request.link is not None else ""
+    how = f"{world.text}{link}, {case.dtype}, {case.num_rounds} round{'s' if case.num_rounds > 1 else ''}"
+    console.print(f"tileflux {tileflux.__version__} bench {case.op}: {how}", soft_wrap=True)
+
+
+def _watched(console: Console, request: Request, work: Callable[[Path | None], list[Any]]) -> list[Any]:
+    """``work`` with a file to tick in, and on a terminal a line that says how far it is."""
+    num_rounds, num_cases = request.cases[0].num_rounds, len(request.cases)
+    with contextlib.ExitStack() as stack:
+        ticks = None
+        if console.is_terminal:
+            ticks = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tileflux-bench-")), "ticks")
+
+        def describe() -> str:
+            done = ticks.stat().st_size if ticks is not None and ticks.exists() else 0
+            if done == 0:
+                return "starting ranks and checking results"
+            shape = min(done // num_rounds, num_cases - 1) + 1
+            return f"timing shape {shape} of {num_cases}: {100 * done / (num_rounds * num_cases):.0f} % of all rounds"
+
+        with Progress(console, describe):
+            return work(ticks)
+
+
+def _finish(request: Request, console: Console, world: World, measured: Sequence[Measured]) -> None:
+    """Print, write, and leave with the right status."""
+    show(console, measured)
+    device = torch.cuda.get_device_name(0) if world.on_gpu else _cpu_name()
+    notes = [f"{world.text} on {device}."]
+    if not world.on_gpu:
+        notes += ["Times of CPU ranks do not tell which strategy is quicker on a GPU."]
+        if world.size > (cores := len(os.sched_getaffinity(0))):
+            notes += [f"{world.size} ranks share {cores} cores, so a rank that waits also waits for a core."]
+    console.print(" ".join(notes), style="dim", width=min(80, console.width))
+    console.print()
+    results = [each.result for each in measured if each.result is not None]
+    if results:
+        console.print(f"[bold]{sentence(results)}[/]", soft_wrap=True)
+    _write_all(request, world, device, measured)
+    wrong = len(measured) - len(results)
+    if wrong:
+        console.print(f"[bold red]{wrong} of {len(measured)} shapes gave a wrong result.[/]")
+        raise typer.Exit(1)
+
+
+def _write_all(request: Request, world: World, device: str, measured: Sequence[Measured]) -> None:
+    options = request.options
+    session = Session(
+        command=request.command,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        where=_WHERE.get(world.where, world.where),
+        world=world.text,
+        world_size=world.size,
+        device=device,
+        link="" if request.link is None else str(request.link),
+        versions=inspect_machine().versions,
+    )
+    results = [each.result for each in measured if each.result is not None]
+    try:
+        if options.json is not None:
+            _write(options.json, json_module.dumps(as_json(session, measured), indent=2) + "\n")
+        if options.csv is not None:
+            _write(options.csv, as_csv(session, measured))
+        if options.plot is not None and results:
+            link = f", link {session.link}" if session.link else ""
+            draw(results, f"{world.text}{link}, {device}", options.plot)
+    except OSError as error:
+        fail("bench", f"cannot write {error.filename}: {error.strerror}", 1)
+
+
+def _write(file: Path, text: str) -> None:
+    if file == STDOUT:
+        typer.echo(text, nl=False)
+    else:
+        file.write_text(text)
+
+
+def _cpu_name() -> str:
+    """The processor's model as the system tells it, and how many cores of it this process may use."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(os.sched_getaffinity(0))} cores of {models[0] if models else 'an unknown CPU'}"
