@@ -15,6 +15,7 @@ from tileflux.config import (
     MAX_CHUNKS,
     NUM_SLOTS,
     TABLE,
+    TRACE,
     CommConfig,
     GemmConfig,
     Link,
@@ -100,6 +101,13 @@ def test_words_of_a_fused_op_do_not_overlap(world_size: int) -> None:
     single = [field.default for field in dataclasses.fields(TABLE) if field.name != "arrays"]
     assert sorted(single) == list(range(TABLE.arrays))
     assert TABLE.num_words(world_size) == len(single) + 5 * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_a_recording_has_room_for_all_transfers_and_then_for_every_step(world_size: int) -> None:
+    assert TRACE.first_tile(world_size) == 2 * world_size * MAX_CHUNKS
+    assert TRACE.num_words(world_size, 0) == TRACE.first_tile(world_size)
+    assert TRACE.num_words(world_size, 7) - TRACE.num_words(world_size, 6) == TRACE.tile_words == 4 + 4
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 TESTED_ELSEWHERE: dict[str, str] = {
-    "kernels/copy_host.py": "every test of tests/ops over CPU ranks, and test_copy.py against the kernel",
     "kernels/reduce_host.py": "every test of tests/ops over CPU ranks, and test_copy.py against the kernel",
     "lang/exchange.py": "both kernels are made of it: test_copy.py and test_reduce.py of tests/kernels",
     "symm/base.py": "abstract; its data classes are in test_host_copy.py and test_workspace.py",

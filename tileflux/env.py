@@ -22,6 +22,7 @@ __all__ = [
     "link",
     "local_rank",
     "scoped",
+    "separate_streams",
     "set_variables",
     "share_gpu",
     "timeout_s",
@@ -101,6 +102,17 @@ def share_gpu() -> None:
     """
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+
+
+def separate_streams() -> bool:
+    """Give the streams of a process hardware queues of their own, unless told otherwise; whether they were asked for.
+
+    CUDA has 8 by default, and lets streams share them: then a kernel of one virtual rank stands behind another rank's
+    that waits for it. Read when CUDA starts in this process; later it changes nothing.
+    """
+    was_set = "CUDA_DEVICE_MAX_CONNECTIONS" in os.environ
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    return was_set
 
 
 def use_loopback() -> None:

@@ -131,6 +131,7 @@ def test_words_lie_where_peers_and_kernels_look_for_them() -> None:
     made = make_turns(groups, gather_shards("ag_gemm", (4, 4, 4), 16, False, 1))
     for rank, here in enumerate(made):
         assert here.group is groups[rank]
+        assert here.next.data_ptr() == here._control.address(rank) + 4 * CONTROL.next and here.next.shape == (1,)
         for owner in range(3):
             assert len(here.flags(owner)) == here.plan.num_flags * 3 and here.flags(owner).dtype == torch.int32
             for index in (0, 1, MAX_CHUNKS - 1):
@@ -216,6 +217,6 @@ def test_a_wait_in_vain_names_what_it_waited_for() -> None:
 
 
 def test_words_in_words() -> None:
-    texts = [turns._describe_control(2, 4 * index) for index in range(5)]
-    assert texts == ["epoch", "done", "ack[rank 0]", "ack[rank 1]", "counter"]
+    texts = [turns._describe_control(2, 4 * index) for index in range(6)]
+    assert texts == ["epoch", "done", "next", "ack[rank 0]", "ack[rank 1]", "counter"]
     assert turns._describe_flag(4, 4 * 11) == "2 of rank 3"

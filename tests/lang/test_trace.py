@@ -9,7 +9,8 @@ import triton.language as tl
 
 from tileflux import env
 from tileflux.config import MAX_CHUNKS, TRACE
-from tileflux.lang.trace import clock_ns, note_tile, note_transfer
+from tileflux.lang.signal import clock_ns
+from tileflux.lang.trace import note_tile, note_transfer
 from tileflux.testing import interpreter
 
 pytestmark = pytest.mark.skipif(not env.interpreting(), reason="kernels were not decorated for the interpreter")

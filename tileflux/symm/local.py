@@ -8,6 +8,7 @@ waits for the next rank's kernel would wait for ever.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ __all__ = ["LocalTransport", "local_transports"]
 
 
 _MAX_STREAMS = 32
+_log = logging.getLogger("tileflux")
 
 
 @dataclass
@@ -147,5 +149,12 @@ def local_transports(world_size: int, device: torch.device) -> list[LocalTranspo
     """Transports for all ranks of a new virtual world."""
     if device.type == "cuda" and world_size > _MAX_STREAMS:
         raise ValueError(f"world_size={world_size}: torch has {_MAX_STREAMS} streams on a GPU, and each rank needs one")
+    if device.type == "cuda" and world_size > 1:
+        came_late = torch.cuda.is_initialized()
+        if not env.separate_streams() and came_late:
+            _log.warning(
+                "CUDA was started before these virtual ranks, with 8 hardware queues for all streams. Ranks whose "
+                "streams share one may wait for each other until the deadline: set CUDA_DEVICE_MAX_CONNECTIONS=32"
+            )
     world = _World(world_size, device)
     return [LocalTransport(world, rank) for rank in range(world_size)]

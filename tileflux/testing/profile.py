@@ -83,6 +83,7 @@ def _record_call(
     stamps: list[Stamp] = []
     if ghosts is not None:
         ghosts.stamps = stamps
+    read_clock(group.device)  # loads it: what the host needs for that must not show in the recording
     group.synchronize()
     base = torch.cuda.Event(enable_timing=True) if on_gpu else None
     with recording() as recorder:
