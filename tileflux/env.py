@@ -21,6 +21,7 @@ __all__ = [
     "interpreting",
     "link",
     "local_rank",
+    "queues_for_streams",
     "scoped",
     "separate_streams",
     "set_variables",
@@ -30,6 +31,8 @@ __all__ = [
     "transport",
     "use_loopback",
 ]
+
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 VARIABLES: Mapping[str, str] = {
     "TILEFLUX_TIMEOUT_S": "Seconds a wait may last before it becomes PeerTimeout. Default 30.",
@@ -104,15 +107,20 @@ def share_gpu() -> None:
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
 
 
-def separate_streams() -> bool:
-    """Give the streams of a process hardware queues of their own, unless told otherwise; whether they were asked for.
+def queues_for_streams() -> dict[str, str]:
+    """What to set, before CUDA starts, to give a process's streams hardware queues of their own; nothing if it is set.
 
-    CUDA has 8 by default, and lets streams share them: then a kernel of one virtual rank stands behind another rank's
-    that waits for it. Read when CUDA starts in this process; later it changes nothing.
+    CUDA has 8 by default, and lets streams share them: then a kernel of one virtual rank may stand behind another
+    rank's that waits for it. MPS clients have to do with the default.
     """
-    was_set = "CUDA_DEVICE_MAX_CONNECTIONS" in os.environ
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    return was_set
+    return {} if _QUEUES in os.environ else {_QUEUES: "32"}
+
+
+def separate_streams() -> bool:
+    """Set ``queues_for_streams`` for this process; whether that was done before."""
+    missing = queues_for_streams()
+    os.environ.update(missing)
+    return not missing
 
 
 def use_loopback() -> None:

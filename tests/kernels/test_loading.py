@@ -117,9 +117,13 @@ class VirtualGroup:
 
 
 def start_loading(group: VirtualGroup, key: str) -> tuple[threading.Thread, list[str]]:
-    """On a thread; returns once it has seen that the world is at work."""
+    """On a thread; returns once it has seen whether the world is at work."""
     launched: list[str] = []
-    thread = threading.Thread(target=lambda: load_once(GPU, key, lambda: launched.append(key), group))  # type: ignore[arg-type]
+
+    def load() -> None:
+        load_once(GPU, key, lambda: launched.append(key), group)  # type: ignore[arg-type]
+
+    thread = threading.Thread(target=load, daemon=True)
     thread.start()
     assert group.looked.wait(10)
     return thread, launched
@@ -164,10 +168,19 @@ def is_held() -> bool:
     return found[0]
 
 
-def test_the_lock_is_free_while_a_rank_waits_for_standstill(gpu: SimpleNamespace) -> None:
+def test_the_lock_is_free_while_a_rank_waits_for_standstill(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Others launch, and load, meanwhile: what they launch is what the world is at work with."""
     group = VirtualGroup()
+    asleep_with_it: list[bool] = []
+    # Asked from the thread that sleeps, by one that has nothing else to do with the lock.
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: asleep_with_it.append(is_held()))
+    monkeypatch.setattr(loading, "time", clock)
     thread, launched = start_loading(group, "a")
+    while len(asleep_with_it) < 3:
+        time.sleep(0.001)
+    assert not any(asleep_with_it[:3])
     for number in range(20):
         assert loading.lock.acquire(timeout=10), "nobody can launch while a rank waits"
         loading.lock.release()
@@ -197,16 +210,16 @@ def test_who_waits_goes_on_when_another_rank_has_loaded_it(gpu: SimpleNamespace)
     theirs: list[str] = []
     load_once(GPU, "a", lambda: theirs.append("a"))
     thread.join(10)
-    assert not thread.is_alive() and theirs == ["a"] and launched == [] and not group.idle.is_set()
+    assert not thread.is_alive() and theirs == ["a"] and launched == []
 
 
 def test_past_the_deadline_it_loads_anyway(gpu: SimpleNamespace) -> None:
     """The rank that then waits in vain says so; here nothing could."""
     group = VirtualGroup(timeout_s=0.1)
-    launched: list[str] = []
     start = time.monotonic()
-    load_once(GPU, "a", lambda: launched.append("a"), group)  # type: ignore[arg-type]
-    assert launched == ["a"] and time.monotonic() - start >= 0.1 and group.log.count("look") > 1
+    thread, launched = start_loading(group, "a")
+    thread.join(10)
+    assert launched == ["a"] and time.monotonic() - start >= 0.1 and not group.idle.is_set()
 
 
 def test_groups_that_are_not_virtual_wait_for_nobody(gpu: SimpleNamespace) -> None:

@@ -69,15 +69,6 @@ def test_a_tile_is_written_at_its_step(world_size: int) -> None:
         assert halves == [(0, program), (number % 5, number % 3), (number + 100, number + 200), (turn, turn)]
 
 
-def test_a_word_past_the_largest_32_bit_number() -> None:
-    """The base lies so far below that the last step's words are the only ones there."""
-    step, world_size = 2**28, 2
-    word = torch.zeros(TRACE.tile_words, dtype=torch.int64)
-    trace = word.data_ptr() - 8 * (TRACE.first_tile(world_size) + step * TRACE.tile_words)
-    _tile_kernel[(1,)](trace, torch.tensor([step], dtype=torch.int32), world_size)
-    assert word[0] > 0 and word[6].item() == (step + 100) | ((step + 200) << 32)
-
-
 @pytest.mark.parametrize(("world_size", "first_chunk"), [(1, 0), (3, 0), (4, 2), (2, MAX_CHUNKS - 2)])
 def test_a_transfer_is_written_by_peer_and_chunk(world_size: int, first_chunk: int) -> None:
     trace = blank(world_size, 2)

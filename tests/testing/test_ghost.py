@@ -38,7 +38,6 @@ def fake_ghosts(world_size: int) -> Ghosts:
     made = object.__new__(Ghosts)
     made.group = SimpleNamespace(world_size=world_size, rank=0)  # type: ignore[assignment]
     made._epochs = {}
-    made._blocks = [None] * ghost._NUM_BLOCKS
     return made
 
 
@@ -75,13 +74,21 @@ def test_a_row_of_tiles_is_announced_by_all_sources_at_once(monkeypatch: pytest.
     fake_pinning(monkeypatch)
     plan = scatter_shards("gemm_rs", (300, 300, 300), 200, 2, CONFIG)
     flags = torch.zeros(plan.num_flags, 3, dtype=torch.int32)
+    waited: list[int] = []
+    monkeypatch.setattr(
+        torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: waited.append(1))
+    )
     ghosts, here = fake_ghosts(3), with_plan(plan, flags.view(-1))
+    ghosts._blocks = [ghost._Block() for _ in range(ghost._NUM_BLOCKS)]
+    ghosts.reserve(here, CONFIG.block_m)
     ghosts._raise_flags(here, 1, CONFIG.block_m, 41)
     assert flags.tolist() == [[42 if tile in (2, 3) else 0] * 3 for tile in range(6)], "two tiles a row, three rows"
     ghosts._raise_flags(here, 0, None, 42)
     assert flags[0].tolist() == [43] * 3 and flags[1].tolist() == [0] * 3
     larger = scatter_shards("gemm_rs", (300, 300, 300), 5000, 2, CONFIG)
     more = torch.zeros(larger.num_flags * 3, dtype=torch.int32)
+    ghosts.reserve(with_plan(larger, more), CONFIG.block_m)
+    assert len(waited) == 2, "flags of a new value wait for the copies of the old"
     ghosts._raise_flags(with_plan(larger, more), 0, CONFIG.block_m, 41 + ghost._NUM_BLOCKS)
     assert more[: 40 * 3].eq(42 + ghost._NUM_BLOCKS).all() and more[40 * 3 :].eq(0).all(), "a block that must grow"
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tileflux.config import GemmConfig
 from tileflux.kernels.plan import split_rows
 from tileflux.symm.group import Group
 from tileflux.testing import bench, ghost_contenders, run_ranks
@@ -35,7 +36,7 @@ class Named(GhostTask):
     chosen = "fused"
 
     def __init__(self, *arguments: object) -> None:
-        self.choice = SimpleNamespace(strategy=self.chosen)  # type: ignore[assignment]
+        self.choice = SimpleNamespace(strategy=self.chosen, config=GemmConfig())  # type: ignore[assignment]
 
     def caller(self, strategy: str) -> Any:
         return f"ours in {strategy}"

@@ -310,8 +310,6 @@ def test_install_refuses_when_the_variable_came_too_late() -> None:
         "from tileflux.testing import interpreter; interpreter.install()"
     )
     with env.scoped({"TRITON_INTERPRET": None}):
-        done = subprocess.run(
-            [sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False
-        )
+        done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert f"ValueError: kernels of this process were made to be compiled: {ADVICE}" in done.stderr

@@ -73,25 +73,25 @@ def test_what_recorded_nothing_gives_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_tiles", "world_size", "owners"),
+    ("num_rows", "tile_rows", "world_size", "owners"),
     [
-        (64, 4, 2, [0, 0, 1, 1]),
-        (64, 4, 4, [0, 1, 2, 3]),
-        (65, 5, 3, [0, 0, 1, 1, 2]),
-        (10, 1, 4, [0]),
-        (2, 2, 4, [0, 1]),
+        (64, 16, 2, [0, 0, 1, 1]),
+        (64, 16, 4, [0, 1, 2, 3]),
+        (65, 16, 3, [0, 0, 1, 2, 2]),
+        (300, 128, 4, [0, 1, 3]),
+        (10, 16, 4, [0]),
+        (2, 1, 4, [0, 1]),
     ],
 )
 def test_whose_rows_a_plain_product_multiplies(
-    num_rows: int, num_tiles: int, world_size: int, owners: list[int]
+    num_rows: int, tile_rows: int, world_size: int, owners: list[int]
 ) -> None:
     case = dataclasses.replace(CASE, m=num_rows)
-    launch = Launch("gemm", tuple(tile(0, 0, row, column) for row in range(num_tiles) for column in range(2)), ())
-    found = module._tiles([launch], case, world_size)
+    launch = Launch("gemm", tuple(tile(0, 0, row, column) for row in range(len(owners)) for column in range(2)), ())
+    found = module._tiles([launch], case, world_size, tile_rows)
     assert [each.owner for each in found] == [owner for owner in owners for _ in range(2)]
-    assert [module._owner(each, launch, case, world_size) for each in launch.tiles[::2]] == owners
-    own = Launch("ag_gemm", (tile(1, 0, num_tiles - 1),), ())
-    assert module._tiles([own], case, world_size) == own.tiles, "a fused one knows"
+    own = Launch("ag_gemm", (tile(1, 0, len(owners) - 1),), ())
+    assert module._tiles([own], case, world_size, tile_rows) == own.tiles, "a fused one knows"
 
 
 def test_rows_that_a_collective_brought_are_there_when_the_product_begins() -> None:

@@ -200,10 +200,13 @@ def run(
             function, world.size, args=args, where=world.where, device=world.device, timeout_s=timeout_s,
             group_kwargs=settings,
         )  # fmt: skip
-    (results,) = run_ranks(
-        _run_virtual, 1, args=(world, function, args, timeout_s, settings), where="spawn" if world.on_gpu else "fork",
-        device=world.device, timeout_s=timeout_s + _GRACE_S, make_group=False,
-    )  # fmt: skip
+    # Before the child starts: it starts CUDA before its ranks.
+    with env.scoped(env.queues_for_streams() if world.on_gpu else {}):
+        (results,) = run_ranks(
+            _run_virtual, 1, args=(world, function, args, timeout_s, settings),
+            where="spawn" if world.on_gpu else "fork", device=world.device, timeout_s=timeout_s + _GRACE_S,
+            make_group=False,
+        )  # fmt: skip
     return list(results)
 
 

@@ -79,13 +79,14 @@ def run_gemm(
         wait_for_copies(group, turn.plan.op, policies.sending)
         if releases:
             turn.release()
-    _record(role, config, rank, spans, policies)
+    _record(role, config, rank, shards.chunk_rows, spans, policies)
 
 
 def _record(
     role: Role,
     config: GemmConfig,
     rank: int,
+    chunk_rows: int,
     spans: Sequence[tuple[Tile, int, int, int, int]],
     policies: _Policies,
 ) -> None:
@@ -95,7 +96,8 @@ def _record(
         return
     recording = HostRecording(role.name)
     for tile, *times in spans:
-        row, column = tile.rows.start // config.block_m, tile.columns.start // config.block_n
+        row = (tile.rows.start - tile.chunk * chunk_rows) // config.block_m
+        column = tile.columns.start // config.block_n
         recording.tiles.append(TileSpan(0, 0, tile.owner, tile.chunk, row, column, tile.turn, *times))
     free = 0
     for sent, copy in zip(policies.sent, policies.sending, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tileflux.symm.base import Copy, FlagWrite
@@ -20,8 +22,9 @@ class _StreamCopy(Copy):
 class StreamCopier:
     """Copies in order on one side stream; the copy engine carries what crosses a link."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, write: Callable[[torch.Tensor, int], None] | None = None) -> None:
         self._device = device
+        self._write = write or _write_number
         self._stream: torch.cuda.Stream | None = None
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, signal: FlagWrite | None) -> Copy:
@@ -33,7 +36,7 @@ class StreamCopier:
         with torch.cuda.stream(stream):
             dst.copy_(src, non_blocking=True)
             if signal is not None:
-                _write_flag(signal)
+                self._write_flag(signal)
             event = torch.cuda.Event()
             event.record(stream)
         # The allocator may not hand the memory to somebody else before the side stream is done with it.
@@ -46,12 +49,15 @@ class StreamCopier:
         """Forget the stream; what is queued on it still runs."""
         self._stream = None
 
+    def _write_flag(self, signal: FlagWrite) -> None:
+        if isinstance(signal.value, torch.Tensor):
+            signal.word.copy_(signal.value, non_blocking=True)
+        else:
+            self._write(signal.word, signal.value)
 
-def _write_flag(signal: FlagWrite) -> None:
-    if isinstance(signal.value, torch.Tensor):
-        signal.word.copy_(signal.value, non_blocking=True)
-    else:
-        # A stream memory operation: it needs no SM, unlike a copy within the device.
-        from tileflux.symm.cuda import write_flag
 
-        write_flag(signal.word, signal.value)
+def _write_number(word: torch.Tensor, value: int) -> None:
+    # A stream memory operation: it needs no SM, unlike a copy within the device.
+    from tileflux.symm.cuda import write_flag
+
+    write_flag(word, value)

@@ -87,7 +87,6 @@ def _prepare(job: Job, rank: int) -> None:
     torch.set_num_threads(1)
     # Forked ranks would otherwise all draw what the parent draws next, and equal data hides misplaced data.
     torch.manual_seed((job.seed + 1 + rank) % 2**63)
-    env.separate_streams()
     env.use_loopback()
     device = torch.device(job.devices[rank])
     if device.type == "cuda":

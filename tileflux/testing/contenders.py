@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from tileflux import ops
 from tileflux.kernels.plan import split_rows
 from tileflux.symm.group import Group
 from tileflux.testing.numerics import assert_close
-from tileflux.tune.lookup import lookup, problem_for
+from tileflux.tune.lookup import Choice, lookup, problem_for
 
 __all__ = ["Contender", "Suite", "draw", "gemm_suite", "group_suite", "product"]
 
@@ -41,6 +41,8 @@ class Suite:
     poison: Callable[[], object]
     """Fills the results with what no right result contains."""
     auto: str
+    tile_rows: int = 1
+    """Rows of our tiles."""
     skipped: dict[str, str] = field(default_factory=dict)
 
 
@@ -82,7 +84,8 @@ def group_suite(group: Group, op: str, shape: Shape, dtype: str, strategies: tup
         Contender("sequential", task.sequential, task.check),
         Contender("pipelined", lambda: task.ours("pipelined"), task.check),
     ]
-    suite = Suite(task.parts(), contenders, task.poison, task.auto())
+    choice = task.choose()
+    suite = Suite(task.parts(), contenders, task.poison, choice.strategy, choice.config.block_m)
     reason = task.why_not_torch()
     if reason:
         suite.skipped["torch"] = reason
@@ -156,10 +159,10 @@ class _Task:
     def parts(self) -> dict[str, Callable[[], object]]:
         return {"gemm": self.multiply, "comm": self.communicate, "beside": self._beside}
 
-    def auto(self) -> str:
-        """The strategy that ``auto`` takes."""
+    def choose(self) -> Choice:
+        """What lookup says of this shape."""
         n, k = len(self.weight), self.x.shape[1]
-        return lookup(problem_for(self.op, self.shape[0], n, k, self.dtype, self.group.device, self.group)).strategy
+        return lookup(problem_for(self.op, self.shape[0], n, k, self.dtype, self.group.device, self.group))
 
     def why_not_torch(self) -> str:
         """Why torch's fused op cannot be tried; empty if it can."""
@@ -172,10 +175,10 @@ class _Task:
     def _beside(self) -> None:
         """Product and collective at once, neither waiting for the other."""
         if self._side is None:
-            thread = threading.Thread(target=self.communicate)
-            thread.start()
-            self.multiply()
-            thread.join()
+            with ThreadPoolExecutor(1) as other:
+                communicating = other.submit(self.communicate)
+                self.multiply()
+                communicating.result()
             return
         current = torch.cuda.current_stream(self.group.device)
         self._side.wait_stream(current)

@@ -167,9 +167,7 @@ def calls(protocol: str, world_size: int) -> tuple[Call, ...]:
         return given
     given = (_MIXED[0], _MIXED[3], _MIXED[2]) if protocol == "mixed" else given[:2]
     smallest: dict[str, Any] = {"columns": 16, "depth": 16, "num_weights": 1, "returns_rows": False}
-    return tuple(
-        replace(call, rows=_SMALLEST[call.op] if call.config is TILES else 40, **smallest) for call in given
-    )
+    return tuple(replace(call, rows=_SMALLEST[call.op] if call.config is TILES else 40, **smallest) for call in given)
 
 
 def run_protocol(group: Group, protocol: str, seed: int) -> None:

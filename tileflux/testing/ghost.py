@@ -43,6 +43,29 @@ class Stamp:
     end: torch.cuda.Event
 
 
+class _Block:
+    """Pinned flags, all of one value, and an event for when the last copy of them is over."""
+
+    def __init__(self) -> None:
+        self.sent = torch.cuda.Event()
+        self._words = torch.empty(0, dtype=torch.int32)
+        self._value = 0
+
+    def reserve(self, count: int) -> None:
+        """Have room for so many."""
+        if len(self._words) < count:
+            self._words = torch.empty(count, dtype=torch.int32, pin_memory=True)
+            self._value = 0
+
+    def filled(self, count: int, value: int) -> torch.Tensor:
+        """So many flags of this value."""
+        if self._value != value:
+            self.sent.synchronize()  # the call that used them last may still be under way
+            self._words.fill_(value)
+            self._value = value
+        return self._words[:count]
+
+
 @dataclass
 class Ghosts:
     """The peers of a ghost group. For every call of an op by the real rank they make one here, queued beside it.
@@ -58,7 +81,7 @@ class Ghosts:
     def __post_init__(self) -> None:
         # Two streams: peers go on sending while they wait for the real rank's rows.
         self._sending, self._answering = (torch.cuda.Stream(self.group.device) for _ in range(2))
-        self._blocks: list[torch.Tensor | None] = [None] * _NUM_BLOCKS
+        self._blocks = [_Block() for _ in range(_NUM_BLOCKS)]
 
     def start(self) -> None:
         """From here on the ghosts' work follows what the current stream holds so far."""
@@ -69,6 +92,11 @@ class Ghosts:
         """Make the current stream wait for all that the ghosts do."""
         for stream in (self._sending, self._answering):
             torch.cuda.current_stream(self.group.device).wait_stream(stream)
+
+    def reserve(self, here: Turn, tile_rows: int | None) -> None:
+        """Make room for the flags of ``scatter``. Before anything waits: pinning memory may wait for the GPU."""
+        for block in self._blocks:
+            block.reserve(self._tiles_per_row(here, tile_rows) * self.group.world_size)
 
     def gather(self, here: Turn, x: torch.Tensor) -> None:
         """Send every ghost's rows of ``x``, pinned ``[M, K]``, in the order the real rank needs them; take its own."""
@@ -152,9 +180,7 @@ class Ghosts:
     def _raise_flags(self, here: Turn, row: int, tile_rows: int | None, epoch: int) -> None:
         """The flags of one row of tiles, as one copy from pinned memory."""
         count = self._tiles_per_row(here, tile_rows) * self.group.world_size
-        number = epoch % _NUM_BLOCKS
-        block = self._blocks[number]
-        if block is None or len(block) < count:
-            block = self._blocks[number] = torch.empty(count, dtype=torch.int32, pin_memory=True)
-        block.fill_(epoch + 1)
-        here.flags(self.group.rank)[row * count : (row + 1) * count].copy_(block[:count], non_blocking=True)
+        block = self._blocks[epoch % _NUM_BLOCKS]
+        flags = here.flags(self.group.rank)[row * count : (row + 1) * count]
+        flags.copy_(block.filled(count, epoch + 1), non_blocking=True)
+        block.sent.record()

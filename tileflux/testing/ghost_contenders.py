@@ -6,7 +6,9 @@ can do on this link. Ours plays against ghosts (``testing/ghost.py``).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -39,7 +41,7 @@ def ghost_suite(group: Group, op: str, shape: Shape, dtype: str, strategies: tup
         Contender("sequential", task.sequential, task.check),
         Contender("pipelined", task.pipelined, task.check),
     ]
-    suite = Suite(parts, contenders, task.poison, task.choice.strategy)
+    suite = Suite(parts, contenders, task.poison, task.choice.strategy, task.choice.config.block_m)
     suite.skipped["torch"] = "torch's fused ops need real ranks"
     for strategy in strategies:
         if strategy == "sequential":
@@ -286,12 +288,14 @@ class GhostScatter(GhostTask):
         is_fused = (self.choice.strategy if strategy == "auto" else strategy) == "fused"
         tiles: GemmConfig = config if is_fused else pipelined_tiles(config)
         here = turn(self.group, scatter_shards(self.op, self.rows, self.shape[1], self.dtype.itemsize, tiles))
+        tile_rows = tiles.block_m if is_fused else None
+        self.ghosts.reserve(here, tile_rows)
 
         def call() -> None:
             self.here, self.epoch = here, self.ghosts.num_calls(self.op)
             self.ghosts.start()
             ops.gemm_rs(self.x, self.weight, group=self.group, sizes=self.sizes, strategy=strategy, out=self.out)
-            self.ghosts.scatter(here, self.partials, tiles.block_m if is_fused else None)
+            self.ghosts.scatter(here, self.partials, tile_rows)
             self.ghosts.join()
 
         return call
@@ -307,9 +311,13 @@ class GhostScatter(GhostTask):
                 )
 
 
-_played: dict[str, Ghosts] = {}
+_played: weakref.WeakKeyDictionary[Group, Ghosts] = weakref.WeakKeyDictionary()
 
 
 def ghosts_of(group: Group) -> Ghosts:
     """One set of ghosts per group: they count its calls."""
-    return _played.setdefault(group.name, Ghosts(group))
+    found = _played.get(group)
+    if found is None:
+        # By a proxy: what a group is the key of must not keep it alive.
+        found = _played[group] = Ghosts(cast(Group, weakref.proxy(group)))
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ def _record_call(
         ghosts.stamps = None
     start, stop = float(begin.item()), float(end.item())
     launches = recorder.launches()
-    tiles = _tiles(launches, case, group.world_size)
+    tiles = _tiles(launches, case, group.world_size, suite.tile_rows)
     transfers = [transfer for launch in launches for transfer in launch.transfers]
     if base is not None:
         transfers += [_of_ghost(stamp, base, start, group.rank) for stamp in stamps]
@@ -130,25 +131,19 @@ def _gathered_before(group: Group, case: BenchCase, begin: float, end: float) ->
     ]
 
 
-def _tiles(launches: Sequence[Launch], case: BenchCase, world_size: int) -> tuple[TileSpan, ...]:
+def _tiles(launches: Sequence[Launch], case: BenchCase, world_size: int, tile_rows: int) -> tuple[TileSpan, ...]:
     tiles = []
     for launch in launches:
         for tile in launch.tiles:
             # A plain product knows no shards; whose rows it multiplies can be told from where they are.
-            owner = _owner(tile, launch, case, world_size) if launch.role == "gemm" else tile.owner
+            owner = _owner(tile, case, world_size, tile_rows) if launch.role == "gemm" else tile.owner
             tiles.append(dataclasses.replace(tile, owner=owner))
     return tuple(tiles)
 
 
-def _owner(tile: TileSpan, launch: Launch, case: BenchCase, world_size: int) -> int:
-    num_rows = 1 + max(each.row for each in launch.tiles)
-    row = tile.row * case.m // num_rows
-    first = 0
-    for rank, count in enumerate(split_rows(case.m, world_size)):
-        first += count
-        if row < first:
-            return rank
-    return world_size - 1
+def _owner(tile: TileSpan, case: BenchCase, world_size: int, tile_rows: int) -> int:
+    last_rows = itertools.accumulate(split_rows(case.m, world_size))
+    return next((rank for rank, end in enumerate(last_rows) if tile.row * tile_rows < end), world_size - 1)
 
 
 def merge(case: BenchCase, where: str, profiles: Sequence[RankProfile], world_size: int) -> list[Timeline]:

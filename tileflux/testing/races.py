@@ -307,9 +307,7 @@ class RaceDetector:
             at = int(unordered.argmax())
             self._report(slot, kind, done, int(slots[at]), int(clocks[at]), block, cells, at)
 
-    def _check_reader(
-        self, slot: int, kind: Check, reader: int, clocks: Clock, block: Block, cells: Selection
-    ) -> None:
+    def _check_reader(self, slot: int, kind: Check, reader: int, clocks: Clock, block: Block, cells: Selection) -> None:
         unordered = clocks > self._clocks[slot][reader]
         if unordered.any():
             at = int(unordered.argmax())
