@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -305,3 +306,14 @@ def test_on_a_gpu(where: str) -> None:
     result = invoke("--where", where)
     assert result.exit_code == 0, result.output
     check_output(result.output, with_torch=where != "local")
+
+
+def test_it_ends_with_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(demo_module, "_PICTURE", (256, 256, 256))
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["demo", "--where", "cpu", "--world", "2"])
+    assert result.exit_code == 0, result.output
+    assert "% of the communication is hidden" in " ".join(result.output.split())
+    page = tmp_path / "tileflux-demo.html"
+    assert str(page) in result.output.replace("\n", "")
+    assert "sequential" in page.read_text() and "fused" in page.read_text()

@@ -30,7 +30,7 @@ __all__ = ["Row", "demo", "merge"]
 
 _TIMEOUT_S = 240.0
 _MAX_RANKS = 16
-_PICTURE_RANKS, _PICTURE, _PICTURE_LINK = 4, (1024, 1024, 1024), "200MB/s,50us"
+_PICTURE_RANKS, _PICTURE, _PICTURE_LINK = 4, (2048, 2048, 2048), "200MB/s,50us"
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,8 @@ def _strategy(problem: GemmProblem) -> tuple[str, str]:
 
 def _tiles(problem: GemmProblem) -> GemmConfig:
     if problem.arch == 0:
-        return GemmConfig(block_m=128, block_n=512, block_k=64)
+        # As large as keeps the cores busy: the library packs the weight anew for every tile.
+        return GemmConfig(block_m=512, block_n=1024, block_k=64)
     itemsize = _ITEMSIZE[problem.dtype]
     rows = problem.m if problem.op in ("gemm", "gemm_ar") else problem.rows_per_rank
     block_m = min(128, max(16, 1 << (max(1, rows) - 1).bit_length()))
