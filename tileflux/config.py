@@ -183,7 +183,8 @@ class TableLayout:
     half_bytes: int = 5  # of a buffer that is used in turn with another one
     slot_bytes: int = 6  # of one source's part of such a buffer
     scales: int = 7  # where the gathered scales begin, behind the gathered rows
-    arrays: int = 8
+    staging: int = 8  # where this rank's products wait to be copied, behind the slots
+    arrays: int = 9
 
     def num_words(self, world_size: int) -> int:
         """Words of one table."""

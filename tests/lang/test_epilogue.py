@@ -51,9 +51,7 @@ def address(tensor: torch.Tensor | None) -> int:
 @pytest.mark.parametrize("kinds", list(itertools.product(("none", "tensor", "channel"), repeat=2)))
 @pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("total_dtype", [torch.float32, torch.int32], ids=str)
-def test_scales_and_bias(
-    kinds: tuple[str, str], bias_dtype: torch.dtype | None, total_dtype: torch.dtype
-) -> None:
+def test_scales_and_bias(kinds: tuple[str, str], bias_dtype: torch.dtype | None, total_dtype: torch.dtype) -> None:
     interpreter.install()
     num_rows, num_columns = 13, 27
     total = (100 * torch.randn(ROWS, COLUMNS)).to(total_dtype)

@@ -17,6 +17,7 @@ from tileflux.lang.policy import (
     scatter_tile,
     slot,
     spread_tile,
+    stage_tile,
     store_tile,
     sum_slots,
     wait_for_nothing,
@@ -199,6 +200,38 @@ def test_ones_own_tile_is_summed_after_a_wait_for_every_peer(events: list[tuple]
     place = (1, 20, 16, 0, 20, 16, 1, 0)
     _finish_kernel[(1,)](value, out.data_ptr(), turns[1].table, *place, scatter_tile, make_spec())
     assert events == [("wait", flag(turns[1], 1, source, 1), 7, source) for source in (0, 2)]
+    right = slots[0][16:20] + value[:4] + slots[2][16:20]
+    assert torch.equal(out[16:20], right) and out[:16].isnan().all()
+
+
+def test_a_tile_that_a_copy_will_send_is_kept_and_counted(events: list[tuple]) -> None:
+    turns = make_turns(scatter_shards("gemm_rs", (20, 20, 20), 16, 4, CONFIG, by_copies=True), 5)
+    me, owner = 1, 2
+    turns[me]._data.view(me).fill_(0x7F)
+    value, out = torch.randn(16, 16), poisoned((20, 16), torch.float32)
+    place = (owner, 40, 16, 0, 20, 16, 1, 0)
+    for count in (1, 2):
+        _finish_kernel[(1,)](value, out.data_ptr(), turns[me].table, *place, stage_tile, make_spec())
+        words = turns[me]._control.view(dtype=torch.int32)[CONTROL.counters(WORLD) :].view(WORLD, -1)
+        assert words[owner, 0] == count and words.sum() == count, "counted once, for its owner"
+    assert not events and out.isnan().all()
+    kept = turns[me].staging(torch.float32, 16)[56:60]
+    assert torch.equal(kept, value[:4])
+    kept.view(torch.uint8).fill_(0x7F)
+    assert turns[me]._data.view(me).eq(0x7F).all(), "wrote beside its place"
+
+
+@pytest.mark.parametrize("epoch", [5, 6])
+def test_ones_own_tile_is_summed_with_shards_that_copies_brought(events: list[tuple], epoch: int) -> None:
+    turns = make_turns(scatter_shards("gemm_rs", (20, 20, 20), 16, 4, CONFIG, by_copies=True), epoch)
+    value, out = torch.randn(16, 16), poisoned((20, 16), torch.float32)
+    slots = [turns[1].slot(1, source, torch.float32, 16) for source in range(WORLD)]
+    assert slots[0].data_ptr() == turns[1]._data.view(1).data_ptr(), "the same half in every call"
+    for each in slots:
+        each.copy_(torch.randn(20, 16))
+    place = (1, 20, 16, 0, 20, 16, 1, 0)
+    _finish_kernel[(1,)](value, out.data_ptr(), turns[1].table, *place, stage_tile, make_spec())
+    assert events == [("wait", flag(turns[1], 1, source, 0), epoch + 1, source) for source in (0, 2)]
     right = slots[0][16:20] + value[:4] + slots[2][16:20]
     assert torch.equal(out[16:20], right) and out[:16].isnan().all()
 

@@ -9,11 +9,22 @@ from hypothesis import strategies as st
 
 import tileflux
 from tileflux import env
-from tileflux.config import CONTROL
+from tileflux.config import CONTROL, MAX_CHUNKS
 from tileflux.kernels.turns import Turn, gather_shards
 from tileflux.kernels.turns import turn as make_turn
 from tileflux.lang import turn as lang_turn
-from tileflux.lang.turn import ack_word, counter_word, current_epoch, data, feed, flag_word, release, shard
+from tileflux.lang.turn import (
+    ack_word,
+    close_shard,
+    counter_word,
+    current_epoch,
+    data,
+    feed,
+    flag_word,
+    open_call,
+    release,
+    shard,
+)
 from tileflux.testing import interpreter, poisoned
 from tileflux.testing._interpreter_launch import scalar
 
@@ -124,9 +135,7 @@ def test_feeders_send_every_row_to_every_peer_the_nearest_first(
 
 @pytest.mark.parametrize("num_feeders", [1, 3])
 @pytest.mark.parametrize(("rows", "num_chunks"), [((5, 2, 0), 1), ((300, 0, 513, 7), 3), ((4, 4), 1)])
-def test_fed_rows_and_scales_arrive_with_their_flags(
-    rows: tuple[int, ...], num_chunks: int, num_feeders: int
-) -> None:
+def test_fed_rows_and_scales_arrive_with_their_flags(rows: tuple[int, ...], num_chunks: int, num_feeders: int) -> None:
     turns = make_turns(rows, scaled=True, num_chunks=num_chunks)
     plan, world_size = turns[0].plan, len(rows)
     set_epoch(turns, 41)
@@ -203,3 +212,40 @@ def test_words_are_the_host_twins(owner: int, other: int, index: int) -> None:
         1 << 20,
     ]
     assert CONTROL.counters(3) * 4 + 3 * 16 * 4 == CONTROL.nbytes(3)
+
+
+@triton.jit
+def _open_kernel(table_ptr, WORLD: tl.constexpr):
+    open_call(table_ptr, WORLD)
+
+
+@triton.jit
+def _close_kernel(table_ptr, owner, num_tiles, WORLD: tl.constexpr):
+    close_shard(table_ptr, owner, num_tiles, WORLD)
+
+
+@pytest.mark.parametrize("epoch", [0, 3, 2**31 - 1])
+def test_a_call_that_sends_by_copies_waits_for_all_peers_first(epoch: int) -> None:
+    turns = make_turns((4, 4, 4))
+    set_epoch(turns, epoch)
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = _Recorder(patch)
+        _open_kernel[(1,)](turns[1].table, 3)
+    acks = [turns[1]._control.address(1) + 4 * (CONTROL.ack + peer) for peer in (0, 2)]
+    assert recorder.waits == [(ack, epoch, peer) for ack, peer in zip(acks, (0, 2), strict=True)]
+    assert turns[1].next.item() == (epoch + 1 if epoch < 2**31 - 1 else -(2**31)), "what flags are set to"
+
+
+def test_a_shard_is_closed_when_all_its_tiles_have_been_counted() -> None:
+    turns = make_turns((4, 4, 4))
+    set_epoch(turns, 9)  # the launch that counted may have ended the call already
+    mine = turns[1]
+    mine.next.fill_(9)
+    counter = CONTROL.counters(3) + 2 * MAX_CHUNKS
+    mine._control.view(dtype=torch.int32)[counter] = 6
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = _Recorder(patch)
+        _close_kernel[(1,)](mine.table, 2, 6, 3)
+    assert recorder.waits == [(mine._control.address(1) + 4 * counter, 6, 1)]
+    assert mine._control.view(dtype=torch.int32)[counter] == 0, "set back for the next call"
+    assert mine.staged(2).item() == 9 and mine.staged(0).item() == 0

@@ -12,9 +12,9 @@ from tileflux import ops
 from tileflux.config import CONTROL, GemmConfig
 from tileflux.errors import PeerTimeout, TransportUnavailable
 from tileflux.kernels.plan import split_rows
-from tileflux.kernels.turns import ShardPlan, Turn, gather_shards, scatter_shards, turn
+from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, turn
 from tileflux.symm.group import Group
-from tileflux.testing import assert_close, ghost, poisoned, run_ranks
+from tileflux.testing import assert_close, poisoned, run_ranks
 from tileflux.testing.ghost import Ghosts, ghost_group
 
 WORLD = 4
@@ -39,58 +39,6 @@ def fake_ghosts(world_size: int) -> Ghosts:
     made.group = SimpleNamespace(world_size=world_size, rank=0)  # type: ignore[assignment]
     made._epochs = {}
     return made
-
-
-def with_plan(plan: ShardPlan, flags: torch.Tensor | None = None) -> Turn:
-    """A turn of which only the plan is asked, and the real rank's flags."""
-    return SimpleNamespace(plan=plan, flags=lambda owner: flags)  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("rows", [(128, 128, 128), (300, 299, 299), (1, 0, 0), (0, 700, 5)])
-@pytest.mark.parametrize("num_columns", [1, 128, 129, 1000])
-def test_flags_are_counted_as_the_kernel_numbers_its_tiles(rows: tuple[int, ...], num_columns: int) -> None:
-    """Tile (m, n) of a shard has number ``m * num_n + n``, whatever the number of rows of the longest shard."""
-    plan = scatter_shards("gemm_rs", rows, num_columns, 2, CONFIG)
-    ghosts, here = fake_ghosts(len(rows)), with_plan(plan)
-    num_n = -(-num_columns // CONFIG.block_n)
-    assert ghosts._tiles_per_row(here, CONFIG.block_m) == num_n
-    for owner, count in enumerate(rows):
-        if count:
-            numbers = [m * num_n + n for m in range(-(-count // CONFIG.block_m)) for n in range(num_n)]
-            assert ghosts._last_flag(here, owner, CONFIG.block_m) == numbers[-1] < plan.num_flags
-        assert ghosts._last_flag(here, owner, None) == 0, "pipelined: one flag announces a whole shard"
-    assert ghosts._tiles_per_row(here, None) == 1
-
-
-def fake_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no GPU nothing can be pinned."""
-    empty = torch.empty
-    monkeypatch.setattr(
-        torch, "empty", lambda *size, pin_memory=False, **named: empty(*size, **named)
-    )  # fmt: skip
-
-
-def test_a_row_of_tiles_is_announced_by_all_sources_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_pinning(monkeypatch)
-    plan = scatter_shards("gemm_rs", (300, 300, 300), 200, 2, CONFIG)
-    flags = torch.zeros(plan.num_flags, 3, dtype=torch.int32)
-    waited: list[int] = []
-    monkeypatch.setattr(
-        torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: waited.append(1))
-    )
-    ghosts, here = fake_ghosts(3), with_plan(plan, flags.view(-1))
-    ghosts._blocks = [ghost._Block() for _ in range(ghost._NUM_BLOCKS)]
-    ghosts.reserve(here, CONFIG.block_m)
-    ghosts._raise_flags(here, 1, CONFIG.block_m, 41)
-    assert flags.tolist() == [[42 if tile in (2, 3) else 0] * 3 for tile in range(6)], "two tiles a row, three rows"
-    ghosts._raise_flags(here, 0, None, 42)
-    assert flags[0].tolist() == [43] * 3 and flags[1].tolist() == [0] * 3
-    larger = scatter_shards("gemm_rs", (300, 300, 300), 5000, 2, CONFIG)
-    more = torch.zeros(larger.num_flags * 3, dtype=torch.int32)
-    ghosts.reserve(with_plan(larger, more), CONFIG.block_m)
-    assert len(waited) == 2, "flags of a new value wait for the copies of the old"
-    ghosts._raise_flags(with_plan(larger, more), 0, CONFIG.block_m, 41 + ghost._NUM_BLOCKS)
-    assert more[: 40 * 3].eq(42 + ghost._NUM_BLOCKS).all() and more[40 * 3 :].eq(0).all(), "a block that must grow"
 
 
 def test_calls_are_counted_by_op() -> None:
@@ -168,13 +116,14 @@ class Scattering:
     def call(self, group: Group, ghosts: Ghosts, strategy: str) -> None:
         from tileflux.kernels.dense import pipelined_tiles
 
-        tiles = self.config if strategy == "fused" else pipelined_tiles(self.config)
-        self.here = turn(group, scatter_shards("gemm_rs", self.rows, self.weight.shape[0], 2, tiles))
+        tiles = pipelined_tiles(self.config)
+        plan = scatter_shards("gemm_rs", self.rows, self.weight.shape[0], 2, tiles, by_copies=True)
+        self.here = turn(group, plan)
         ghosts.start()
         ops.gemm_rs(
             self.x, self.weight, group=group, sizes=self.sizes, strategy=strategy, config=self.config, out=self.out
         )
-        ghosts.scatter(self.here, self.sent, tiles.block_m if strategy == "fused" else None)
+        ghosts.scatter(self.here, self.sent, watch_staging=strategy == "fused")
         ghosts.join()
 
     def check(self) -> None:
@@ -207,15 +156,11 @@ def _play_many(group: Group, op: str, strategy: str) -> None:
         problem.check()
         problem.check_received(ghosts.num_calls(op) - 1)
         problem.out.fill_(torch.nan)
-    ended: list[torch.cuda.Event] = []
     results: list[tuple[int, torch.Tensor]] = []
     for _ in range(20):
-        if len(ended) >= ghost._NUM_BLOCKS - 1:
-            ended[1 - ghost._NUM_BLOCKS].synchronize()  # no more calls under way than ghosts have blocks
         number = int(torch.randint(2, ()))
         problems[number].call(group, ghosts, strategy)
         results.append((number, problems[number].out.clone()))
-        ended.append(torch.cuda.current_stream().record_event())
     group.synchronize()
     assert ghosts.num_calls(op) == 22
     counted = problems[0].here._control.view(dtype=torch.int32)[CONTROL.epoch]

@@ -18,7 +18,7 @@ import torch
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_host, library, steps
 from tileflux.kernels.copy import move
-from tileflux.kernels.gemm_launch import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, launch_gemm, sms_for
+from tileflux.kernels.gemm_launch import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE, launch_gemm, sms_for
 from tileflux.kernels.launch import on_host
 from tileflux.kernels.loading import load_once
 from tileflux.kernels.operands import Operands, Role
@@ -75,6 +75,9 @@ def run_scatter(
         multiply(group, mine, config)
         sizes = tuple(count * operands.num_columns * mine.out.element_size() for count in rows)
         reduce(group, op, mine.out, operands.out, reduce_plan(group.rank, sizes, scatter=True))
+        return
+    if _sends_by_copies(group):
+        _copy_finished(group, operands, rows, strategy, config)
         return
     tiles = pipelined_tiles(config) if strategy == "pipelined" else config
     here = turn(group, scatter_shards("gemm_rs", rows, operands.num_columns, operands.out.element_size(), tiles))
@@ -222,14 +225,61 @@ def _push_finished(group: Group, operands: Operands, config: GemmConfig, here: T
     mine = _own_part(operands, sum(plan.rows))
     _load_steps(group, here, mine)
     for owner in ((rank + 1 + hop) % world_size for hop in range(world_size)):
-        rows = slice(plan.first_rows[owner], plan.first_rows[owner] + plan.rows[owner])
-        scale = mine.scale_x if mine.scale_x is None or mine.scale_x.dim() == 0 else mine.scale_x[rows]
-        part = dataclasses.replace(mine, x=mine.x[rows], scale_x=scale, out=mine.out[rows])
+        part = _shard_of(mine, here, owner, mine.out)
         multiply(group, part, config)
         with _beside(group, mine.out):
             steps.launch_push(here, part.out, owner, _num_feeders(group, config), world_size)
     _join(group)
     steps.launch_sum(here, operands.out, max(1, sms_for(group) // 2), world_size)
+
+
+def _copy_finished(group: Group, operands: Operands, rows: tuple[int, ...], strategy: str, config: GemmConfig) -> None:
+    """Multiply into memory of one's own, from which the copy engine sends each shard as soon as it is complete."""
+    out, rank, world_size = operands.out, group.rank, group.world_size
+    plan = scatter_shards("gemm_rs", rows, out.shape[1], out.element_size(), pipelined_tiles(config), by_copies=True)
+    here = turn(group, plan)
+    _load_steps(group, here, operands)
+    steps.launch_open(here, world_size)
+    opened = torch.cuda.current_stream(group.device).record_event()
+    owners = [(rank + 1 + hop) % world_size for hop in range(world_size - 1)]
+    if strategy == "fused":
+        # In front of what waits for it: a kernel that has to be loaded is not loaded while another waits.
+        launch_gemm(operands, STAGE, config, group=group, turn=here, releases=True)
+        num_columns = -(-out.shape[1] // config.block_n)
+        for owner in owners:
+            with _beside(group, after=opened):
+                if rows[owner]:
+                    num_tiles = -(-rows[owner] // config.block_m) * num_columns
+                    steps.launch_close(here, owner, num_tiles, world_size)
+                _send_shard(here, owner, out)
+        _join(group)
+        return
+    mine = dataclasses.replace(operands, out=here.staging(out.dtype, out.shape[1]))
+    for owner in owners:
+        multiply(group, _shard_of(mine, here, owner, mine.out), config)
+        with _beside(group):
+            _send_shard(here, owner, out)
+    own_slot = here.slot(rank, rank, out.dtype, out.shape[1], 0)
+    multiply(group, dataclasses.replace(_shard_of(mine, here, rank, mine.out), out=own_slot[: rows[rank]]), config)
+    here.flag(rank, 0).copy_(here.next, non_blocking=True)
+    _join(group)
+    steps.launch_sum(here, out, max(1, sms_for(group) // 2), world_size)
+
+
+def _shard_of(operands: Operands, here: Turn, owner: int, out: torch.Tensor) -> Operands:
+    """The product of the rows that ``owner`` will sum."""
+    first = here.plan.first_rows[owner]
+    rows = slice(first, first + here.plan.rows[owner])
+    scale = operands.scale_x if operands.scale_x is None or operands.scale_x.dim() == 0 else operands.scale_x[rows]
+    return dataclasses.replace(operands, x=operands.x[rows], scale_x=scale, out=out[rows])
+
+
+def _send_shard(here: Turn, owner: int, out: torch.Tensor) -> None:
+    first, count = here.plan.first_rows[owner], here.plan.rows[owner]
+    if count:
+        slot = here.slot(owner, here.rank, out.dtype, out.shape[1], 0)[:count]
+        slot.copy_(here.staging(out.dtype, out.shape[1])[first : first + count], non_blocking=True)
+        here.flag(owner, 0).copy_(here.next, non_blocking=True)
 
 
 def _own_part(operands: Operands, num_rows: int) -> Operands:
@@ -248,8 +298,11 @@ def _num_feeders(group: Group, config: GemmConfig) -> int:
 
 
 @contextlib.contextmanager
-def _beside(group: Group, *used: torch.Tensor) -> Iterator[None]:
-    """Launch on the group's side stream, after what the caller's stream holds so far. Nothing to do on the CPU."""
+def _beside(group: Group, *used: torch.Tensor, after: torch.cuda.Event | None = None) -> Iterator[None]:
+    """Launch on the group's side stream, after an event, or what the caller's stream holds so far.
+
+    Nothing to do on the CPU.
+    """
     if group.device.type != "cuda":
         yield
         return
@@ -257,7 +310,10 @@ def _beside(group: Group, *used: torch.Tensor) -> Iterator[None]:
     if side is None:
         # Of high priority: its few programs must get in while the products fill the GPU.
         side = _sides[group] = torch.cuda.Stream(group.device, priority=-1)
-    side.wait_stream(torch.cuda.current_stream(group.device))
+    if after is None:
+        side.wait_stream(torch.cuda.current_stream(group.device))
+    else:
+        side.wait_event(after)
     for tensor in used:
         tensor.record_stream(side)
     with torch.cuda.stream(side):

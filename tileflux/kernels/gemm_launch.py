@@ -18,6 +18,7 @@ from tileflux.kernels.turns import Turn
 from tileflux.lang.policy import (
     scatter_tile,
     spread_tile,
+    stage_tile,
     store_tile,
     wait_for_nothing,
     wait_for_rows,
@@ -35,6 +36,7 @@ __all__ = [
     "PLAIN",
     "SCATTER",
     "SPREAD",
+    "STAGE",
     "launch_gemm",
     "num_programs",
     "sms_for",
@@ -53,6 +55,7 @@ ARRIVING = Role(
 )
 GATHERED = Role("ag_gemm, rows already here", arrival_order, wait_for_nothing, store_tile, gathers=True)
 SCATTER = Role("gemm_rs", departure_order, wait_for_slot, scatter_tile)
+STAGE = Role("gemm_rs, sent by copies", departure_order, wait_for_nothing, stage_tile, num_spare_sms=1)
 SPREAD = Role("gemm_ar", twice_order, wait_for_slots, spread_tile, is_sharded=False, num_turns=2)
 
 
@@ -130,7 +133,7 @@ def num_programs(
         plan = turn.plan
         num_tiles = len(plan.rows) * plan.num_chunks * -(-plan.chunk_rows // config.block_m)
         num_tiles *= -(-num_columns // config.block_n)
-    num_sms = sms_for(group)
+    num_sms = max(1, sms_for(group) - role.num_spare_sms)
     if config.num_sms is not None:
         # More than are resident would wait for each other; interpreted programs are as many as the simulator likes.
         num_sms = config.num_sms if _is_interpreted(group) else min(config.num_sms, num_sms)

@@ -86,6 +86,8 @@ class Role:
     """A launch ends only when all rows have come, also where there is nothing to multiply them with."""
     is_sharded: bool = True
     num_turns: int = 1
+    num_spare_sms: int = 0
+    """SMs left to small kernels of the same call that must run beside this one."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -21,6 +21,7 @@ from tileflux.lang.turn import (
     RANK,
     SLOT_BYTES,
     ack_word,
+    close_shard,
     confirm_call,
     counter_word,
     current_epoch,
@@ -34,6 +35,7 @@ from tileflux.lang.turn import (
 
 __all__ = [
     "launch_await",
+    "launch_close",
     "launch_feed",
     "launch_open",
     "launch_push",
@@ -67,6 +69,12 @@ def launch_await(turn: Turn, source: int, chunk: int, world_size: int) -> None:
     """Let the stream wait for a chunk of ``source``'s rows."""
     with launching(turn.group):
         _await_kernel[(1,)](source, chunk, turn.table, WORLD=world_size, num_warps=1)
+
+
+def launch_close(turn: Turn, owner: int, num_tiles: int, world_size: int) -> None:
+    """Let the stream wait until so many tiles of ``owner``'s shard have been counted."""
+    with launching(turn.group):
+        _close_kernel[(1,)](owner, num_tiles, turn.table, WORLD=world_size, num_warps=1)
 
 
 def launch_push(turn: Turn, partial: torch.Tensor, owner: int, num_feeders: int, world_size: int) -> None:
@@ -107,6 +115,7 @@ def load(turn: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.T
     launch_feed(turn, x, scale_x, 0, world_size)
     launch_push(turn, out, 0, 0, world_size)
     _open_kernel[(0,)](turn.table, WORLD=world_size, num_warps=1)
+    _close_kernel[(0,)](0, 0, turn.table, WORLD=world_size, num_warps=1)
     _await_kernel[(0,)](0, 0, turn.table, WORLD=world_size, num_warps=1)
     _release_kernel[(0,)](turn.table, WORLD=world_size, num_warps=1)
     for aligned in (False, True):
@@ -134,6 +143,12 @@ def _feed_kernel(
 @triton.jit(do_not_specialize=("table_ptr",))
 def _open_kernel(table_ptr, WORLD: tl.constexpr):
     open_call(table_ptr, WORLD)
+    confirm_call(table_ptr)
+
+
+@triton.jit(do_not_specialize=("owner", "num_tiles", "table_ptr"))
+def _close_kernel(owner: tl.int32, num_tiles: tl.int32, table_ptr, WORLD: tl.constexpr):
+    close_shard(table_ptr, owner, num_tiles, WORLD)
     confirm_call(table_ptr)
 
 

@@ -40,6 +40,8 @@ class ShardPlan:
     data_bytes: int
     slot_bytes: int = 0
     scales: int = 0
+    by_copies: bool = False
+    """Products are copied to their owners: instead of a second half of slots, the buffer holds what is to be copied."""
 
     @functools.cached_property
     def first_rows(self) -> tuple[int, ...]:
@@ -68,12 +70,15 @@ def gather_shards(op: str, rows: tuple[int, ...], row_bytes: int, scaled: bool, 
 
 
 @functools.lru_cache(maxsize=4096)
-def scatter_shards(op: str, rows: tuple[int, ...], num_columns: int, itemsize: int, config: GemmConfig) -> ShardPlan:
+def scatter_shards(
+    op: str, rows: tuple[int, ...], num_columns: int, itemsize: int, config: GemmConfig, by_copies: bool = False
+) -> ShardPlan:
     """Reduce-scatter: twice a slot per source for the rows one owns, a flag per tile of them."""
     longest = max(1, *rows)
     slot_bytes = _round_up(longest * num_columns * itemsize, 16)
     num_flags = -(-longest // config.block_m) * -(-num_columns // config.block_n)
-    return ShardPlan(op, rows, 1, longest, num_flags, 2 * _round_up(len(rows) * slot_bytes, _ALIGNMENT), slot_bytes)
+    data_bytes = 2 * _round_up(len(rows) * slot_bytes, _ALIGNMENT)
+    return ShardPlan(op, rows, 1, longest, num_flags, data_bytes, slot_bytes, by_copies=by_copies)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -149,7 +154,8 @@ class Turn:
         words[TABLE.op] = group.guard.op_number(plan.op)
         words[TABLE.rank] = self.rank
         words[TABLE.num_chunks], words[TABLE.chunk_rows] = plan.num_chunks, plan.chunk_rows
-        words[TABLE.half_bytes], words[TABLE.slot_bytes] = self._half_bytes, plan.slot_bytes
+        words[TABLE.half_bytes] = 0 if plan.by_copies else self._half_bytes
+        words[TABLE.staging], words[TABLE.slot_bytes] = self._half_bytes, plan.slot_bytes
         words[TABLE.scales] = plan.scales
         addresses = (region.address(rank) for region in (self._control, self._flags, self._data) for rank in ranks)
         return [*words, *plan.rows, *plan.first_rows, *addresses]
@@ -187,11 +193,22 @@ class Turn:
     ) -> torch.Tensor:
         """``source``'s slot at ``owner`` in the half that call number ``epoch``, by default this one, uses."""
         plan = self.plan
-        half = (self.epoch() if epoch is None else epoch) & 1
+        half = 0 if plan.by_copies else (self.epoch() if epoch is None else epoch) & 1
         begin = half * self._half_bytes + source * plan.slot_bytes
         num_rows = max(1, *plan.rows)
         size = num_rows * num_columns * dtype.itemsize
         return self._data.view(owner)[begin : begin + size].view(dtype).view(num_rows, num_columns)
+
+    def staging(self, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
+        """This rank's products of all rows, on their way to their owners. Its own rows are not among them."""
+        shape = (sum(self.plan.rows), num_columns)
+        size = shape[0] * num_columns * dtype.itemsize
+        return self._data.view()[self._half_bytes : self._half_bytes + size].view(dtype).view(shape)
+
+    def staged(self, owner: int) -> torch.Tensor:
+        """The word that says of which call ``owner``'s shard was the last to be complete in ``staging``."""
+        place = CONTROL.counters(self._world_size) + owner * MAX_CHUNKS + 1
+        return self._control.view(dtype=torch.int32)[place : place + 1]
 
     def flag(self, owner: int, index: int, source: int | None = None) -> torch.Tensor:
         """The word at ``owner`` by which ``source``, by default this rank, announces chunk or tile ``index``."""

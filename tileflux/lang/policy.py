@@ -8,14 +8,16 @@ import triton
 import triton.language as tl
 
 from tileflux.lang.remote import typed
-from tileflux.lang.signal import signal, tma_fence, wait
+from tileflux.lang.signal import count, signal, tma_fence, wait
 from tileflux.lang.turn import (
     GUARD,
     HALF_BYTES,
     OP,
     RANK,
     SLOT_BYTES,
+    STAGING,
     ack_word,
+    counter_word,
     current_epoch,
     data,
     flag_word,
@@ -27,6 +29,7 @@ __all__ = [
     "scatter_tile",
     "slot",
     "spread_tile",
+    "stage_tile",
     "store_tile",
     "sum_slots",
     "wait_for_nothing",
@@ -86,6 +89,26 @@ def scatter_tile(value, out, place, table, SPEC: tl.constexpr):
         for hop in range(1, SPEC.world_size):
             source = (rank + SPEC.world_size - hop) % SPEC.world_size
             _wait(flag_word(table, rank, source, number, SPEC.world_size), epoch + 1, source, table, SPEC)
+        # The sum reads this program's own partial back from memory, with other threads than have stored it.
+        tl.debug_barrier()
+        _sum_tile(value.shape, out, place, table, SPEC)
+
+
+@triton.jit
+def stage_tile(value, out, place, table, SPEC: tl.constexpr):
+    """For copies to send: into this rank's own memory, and counted. One's own tile is summed with all peers' shards."""
+    rank = word(table, RANK)
+    owner, first_row, row, column, num_rows, N, _, _ = place
+    if owner != rank:
+        staging = data(table, rank, SPEC.world_size) + tl.load(table + STAGING)
+        _store(value, staging, first_row + row, column, first_row + num_rows, N, SPEC)
+        count(counter_word(table, rank, owner, 0, SPEC.world_size))
+    else:
+        epoch = current_epoch(table, SPEC.world_size)
+        _store(value, slot(table, rank, rank, epoch, SPEC.world_size), row, column, num_rows, N, SPEC)
+        for hop in range(1, SPEC.world_size):
+            source = (rank + SPEC.world_size - hop) % SPEC.world_size
+            _wait(flag_word(table, rank, source, 0, SPEC.world_size), epoch + 1, source, table, SPEC)
         # The sum reads this program's own partial back from memory, with other threads than have stored it.
         tl.debug_barrier()
         _sum_tile(value.shape, out, place, table, SPEC)

@@ -31,6 +31,7 @@ __all__ = [
     "arrive",
     "clock_ns",
     "confirm",
+    "count",
     "poll",
     "signal",
     "sm_number",
@@ -110,6 +111,13 @@ def arrive(counter, num_expected):
         # A plain store: whoever counts here next is in a later launch.
         tl.store(counter, 0)
     return last
+
+
+@triton.jit
+def count(counter):
+    """Publish what this program has stored and count it. Whoever waits for the count sets it back."""
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release", scope="sys")
 
 
 @triton.jit

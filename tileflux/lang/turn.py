@@ -23,6 +23,7 @@ from tileflux.lang.trace import note_transfer
 
 __all__ = [
     "ack_word",
+    "close_shard",
     "confirm_call",
     "counter_word",
     "current_epoch",
@@ -45,6 +46,7 @@ CHUNK_ROWS = tl.constexpr(TABLE.chunk_rows)
 HALF_BYTES = tl.constexpr(TABLE.half_bytes)
 SLOT_BYTES = tl.constexpr(TABLE.slot_bytes)
 SCALES = tl.constexpr(TABLE.scales)
+STAGING = tl.constexpr(TABLE.staging)
 _ARRAYS = tl.constexpr(TABLE.arrays)
 _EPOCH = tl.constexpr(CONTROL.epoch)
 _DONE = tl.constexpr(CONTROL.done)
@@ -145,6 +147,18 @@ def open_call(table, WORLD: tl.constexpr):
         peer = (rank + WORLD - hop) % WORLD
         wait(ack_word(table, rank, peer, WORLD), epoch, peer, guard, word(table, OP))
     tl.store(_control(table, rank, WORLD) + _NEXT, epoch + 1)
+
+
+@triton.jit
+def close_shard(table, owner, num_tiles, WORLD: tl.constexpr):
+    """Before a copy sends a shard of products: all its tiles have been counted. Notes that, for who watches."""
+    rank = word(table, RANK)
+    guard = tl.load(table + GUARD).to(tl.pointer_type(tl.int64))
+    counter = counter_word(table, rank, owner, 0, WORLD)
+    wait(counter, num_tiles, rank, guard, word(table, OP))
+    tl.store(counter, 0)
+    # Not the epoch: the launch that counted may have ended the call.
+    signal(counter_word(table, rank, owner, 1, WORLD), tl.load(_control(table, rank, WORLD) + _NEXT))
 
 
 @triton.jit

@@ -70,6 +70,8 @@ def _step(
 
 _STEPS = (
     _step("feed", {"x": "i64", "scale_x": "i64", "row_bytes": "i64"}, {"SCALED": True, "BLOCK": BLOCK}),
+    _step("open", {}, {}, signals=False),
+    _step("close", {"owner": "i32", "num_tiles": "i32"}, {}),
     _step("await", {"source": "i32", "chunk": "i32"}, {}, signals=False),
     _step("push", {"partial": "i64", "nbytes": "i64", "owner": "i32"}, {"BLOCK": BLOCK}),
     _step(
@@ -80,12 +82,25 @@ _STEPS = (
     _step("release", {}, {}, waits=False),
 )
 
+_SMALL = (
+    CompileCase(
+        name="clock", kernel="tileflux.kernels.steps:_clock_kernel", signature={"out_ptr": "*i64"}, constexprs={},
+        divisible_by_16=(), options={"num_warps": 1}, waits=False, signals=False,
+    ),
+    CompileCase(
+        name="fill", kernel="tileflux.kernels.fill:_fill_kernel",
+        signature={"row_ptr": "*i64", "first": "i32", "count": "i32"} | {f"w{i}": "i64" for i in range(8)},
+        constexprs={}, divisible_by_16=(), options={"num_warps": 1}, waits=False, signals=False,
+    ),
+)  # fmt: skip
+
 CASES: tuple[CompileCase, ...] = (
     _move(2),
     _move(8),
     _reduce(2, "float32"),
     *(_reduce(8, element) for element in ("float32", "float16", "bfloat16")),
     *_STEPS,
+    *_SMALL,
     *GEMM_CASES,
 )
 """Every kernel of the library in the specialisations that launchers make."""

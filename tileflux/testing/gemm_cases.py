@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from tileflux.config import GemmConfig, GemmProblem
-from tileflux.kernels.gemm_launch import GATHER, GATHERED, MAX_REGISTERS, PLAIN, SCATTER, SPREAD
+from tileflux.kernels.gemm_launch import ARRIVING, GATHER, GATHERED, MAX_REGISTERS, PLAIN, SCATTER, SPREAD, STAGE
 from tileflux.kernels.operands import ELEMENTS, GemmSpec, Operands, Role, make_spec
 from tileflux.testing.compile_gate import ARCHITECTURES, CompileCase, Imported
 from tileflux.tune.lookup import HEAVY, lookup
@@ -111,6 +111,7 @@ def _all_cases() -> tuple[CompileCase, ...]:
     cases += [_case(PLAIN, bf16, 80, activation="swiglu"), _case(PLAIN, bf16, 90, activation="gelu")]
     cases += [_case(role, bf16, 90, tma=False) for role in (PLAIN, GATHER, SCATTER)]
     cases += [_case(GATHERED, bf16, 90), _case(PLAIN, bf16, 90, m=16), _case(PLAIN, bf16, 90, m=64)]
+    cases += [_case(role, bf16, arch) for role in (ARRIVING, STAGE) for arch in (90, 100)]
     cases += [_case(role, bf16, 90, records=True) for role in (PLAIN, GATHER, SCATTER)]
     return tuple(cases)
 

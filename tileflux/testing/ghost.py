@@ -19,8 +19,6 @@ from tileflux.symm.group import Group
 
 __all__ = ["Ghosts", "Stamp", "ghost_group"]
 
-_NUM_BLOCKS = 8  # of flags under way: calls that may be queued before the first has ended
-
 
 def ghost_group(world_size: int, device: torch.device | str = "cuda", *, timeout_s: float | None = None) -> Group:
     """A group of ``world_size`` ranks of which only rank 0 is real."""
@@ -43,29 +41,6 @@ class Stamp:
     end: torch.cuda.Event
 
 
-class _Block:
-    """Pinned flags, all of one value, and an event for when the last copy of them is over."""
-
-    def __init__(self) -> None:
-        self.sent = torch.cuda.Event()
-        self._words = torch.empty(0, dtype=torch.int32)
-        self._value = 0
-
-    def reserve(self, count: int) -> None:
-        """Have room for so many."""
-        if len(self._words) < count:
-            self._words = torch.empty(count, dtype=torch.int32, pin_memory=True)
-            self._value = 0
-
-    def filled(self, count: int, value: int) -> torch.Tensor:
-        """So many flags of this value."""
-        if self._value != value:
-            self.sent.synchronize()  # the call that used them last may still be under way
-            self._words.fill_(value)
-            self._value = value
-        return self._words[:count]
-
-
 @dataclass
 class Ghosts:
     """The peers of a ghost group. For every call of an op by the real rank they make one here, queued beside it.
@@ -81,7 +56,6 @@ class Ghosts:
     def __post_init__(self) -> None:
         # Two streams: peers go on sending while they wait for the real rank's rows.
         self._sending, self._answering = (torch.cuda.Stream(self.group.device) for _ in range(2))
-        self._blocks = [_Block() for _ in range(_NUM_BLOCKS)]
 
     def start(self) -> None:
         """From here on the ghosts' work follows what the current stream holds so far."""
@@ -92,11 +66,6 @@ class Ghosts:
         """Make the current stream wait for all that the ghosts do."""
         for stream in (self._sending, self._answering):
             torch.cuda.current_stream(self.group.device).wait_stream(stream)
-
-    def reserve(self, here: Turn, tile_rows: int | None) -> None:
-        """Make room for the flags of ``scatter``. Before anything waits: pinning memory may wait for the GPU."""
-        for block in self._blocks:
-            block.reserve(self._tiles_per_row(here, tile_rows) * self.group.world_size)
 
     def gather(self, here: Turn, x: torch.Tensor) -> None:
         """Send every ghost's rows of ``x``, pinned ``[M, K]``, in the order the real rank needs them; take its own."""
@@ -120,12 +89,11 @@ class Ghosts:
                     stream_wait(here.flag(peer, last), epoch + 1)
                 stream_write(here.ack(rank, peer), epoch + 1)
 
-    def scatter(self, here: Turn, partials: Sequence[torch.Tensor], tile_rows: int | None) -> None:
+    def scatter(self, here: Turn, partials: Sequence[torch.Tensor], *, watch_staging: bool) -> None:
         """Send every ghost's partial sums of the real rank's rows, pinned ``[m, N]`` by source; take its own for them.
 
-        A ghost sends at the step at which it would have computed them. The last one's rows come ``tile_rows`` at a
-        time, and their flags with them: those of all sources, since no tile can be summed before the last has come.
-        With None a flag announces a whole shard, as the pipelined strategy has it.
+        A ghost sends when it would have computed them: when the real rank has computed as many. With
+        ``watch_staging`` that is told by the word behind its tiles, else by the flag behind its copy, a little later.
         """
         rank, world_size, plan = self.group.rank, self.group.world_size, here.plan
         epoch = self._next(plan.op)
@@ -134,20 +102,14 @@ class Ghosts:
             for hop in range(world_size - 1):
                 owner, source = (rank + 1 + hop) % world_size, (rank - 1 - hop) % world_size
                 if plan.rows[owner]:
-                    stream_wait(here.flag(owner, self._last_flag(here, owner, tile_rows)), epoch + 1)
+                    stream_wait(here.staged(owner) if watch_staging else here.flag(owner, 0), epoch + 1)
                 slot = here.slot(rank, source, partials[rank].dtype, num_columns, epoch)
-                if hop < world_size - 2:
-                    self._send(source, 0, slot[:num_rows], partials[source])
-                    continue
-                height = tile_rows or max(1, num_rows)
-                for chunk, first in enumerate(range(0, num_rows, height)):
-                    rows = slice(first, min(num_rows, first + height))
-                    self._send(source, chunk, slot[rows], partials[source][rows])
-                    self._raise_flags(here, chunk, tile_rows, epoch)
+                self._send(source, 0, slot[:num_rows], partials[source])
+                stream_write(here.flag(rank, 0, source), epoch + 1)
         with torch.cuda.stream(self._answering):
             for peer in ((rank + hop) % world_size for hop in range(1, world_size)):
                 if plan.rows[peer]:
-                    stream_wait(here.flag(peer, self._last_flag(here, peer, tile_rows)), epoch + 1)
+                    stream_wait(here.flag(peer, 0), epoch + 1)
                 stream_write(here.ack(rank, peer), epoch + 1)
 
     def num_calls(self, op: str) -> int:
@@ -168,19 +130,3 @@ class Ghosts:
         to.copy_(rows, non_blocking=True)
         end.record()
         self.stamps.append(Stamp(source, chunk, rows.nbytes, begin, end))
-
-    def _last_flag(self, here: Turn, owner: int, tile_rows: int | None) -> int:
-        """The flag of the last tile in ``owner``'s rows."""
-        num_m = -(-here.plan.rows[owner] // tile_rows) if tile_rows else 1
-        return num_m * self._tiles_per_row(here, tile_rows) - 1
-
-    def _tiles_per_row(self, here: Turn, tile_rows: int | None) -> int:
-        return here.plan.num_flags // -(-max(1, *here.plan.rows) // tile_rows) if tile_rows else 1
-
-    def _raise_flags(self, here: Turn, row: int, tile_rows: int | None, epoch: int) -> None:
-        """The flags of one row of tiles, as one copy from pinned memory."""
-        count = self._tiles_per_row(here, tile_rows) * self.group.world_size
-        block = self._blocks[epoch % _NUM_BLOCKS]
-        flags = here.flags(self.group.rank)[row * count : (row + 1) * count]
-        flags.copy_(block.filled(count, epoch + 1), non_blocking=True)
-        block.sent.record()

@@ -13,7 +13,6 @@ from typing import cast
 import torch
 
 from tileflux import ops
-from tileflux.config import GemmConfig
 from tileflux.kernels.dense import pipelined_tiles
 from tileflux.kernels.plan import split_rows
 from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, turn
@@ -284,18 +283,16 @@ class GhostScatter(GhostTask):
         torch.sum(self._slots, 0, out=self.out)
 
     def caller(self, strategy: str) -> Callable[[], None]:
-        config = self.choice.config
         is_fused = (self.choice.strategy if strategy == "auto" else strategy) == "fused"
-        tiles: GemmConfig = config if is_fused else pipelined_tiles(config)
-        here = turn(self.group, scatter_shards(self.op, self.rows, self.shape[1], self.dtype.itemsize, tiles))
-        tile_rows = tiles.block_m if is_fused else None
-        self.ghosts.reserve(here, tile_rows)
+        tiles = pipelined_tiles(self.choice.config)
+        plan = scatter_shards(self.op, self.rows, self.shape[1], self.dtype.itemsize, tiles, by_copies=True)
+        here = turn(self.group, plan)
 
         def call() -> None:
             self.here, self.epoch = here, self.ghosts.num_calls(self.op)
             self.ghosts.start()
             ops.gemm_rs(self.x, self.weight, group=self.group, sizes=self.sizes, strategy=strategy, out=self.out)
-            self.ghosts.scatter(here, self.partials, tile_rows)
+            self.ghosts.scatter(here, self.partials, watch_staging=is_fused)
             self.ghosts.join()
 
         return call
