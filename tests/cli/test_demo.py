@@ -59,7 +59,7 @@ def check_output(output: str, *, with_torch: bool) -> None:
 
 def test_as_a_program_in_a_pipe() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tileflux", "demo", "--where", "cpu"],
+        [sys.executable, "-m", "tileflux", "demo", "--where", "cpu", "--no-picture"],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -133,7 +133,7 @@ def check_timeline(timeline: Timeline, case: BenchCase, world_size: int) -> None
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
 def test_ranks_on_the_cpu(op: str, link: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_NUM_COST_ROUNDS", 2)
-    case = dataclasses.replace(CASE, op=op, m=600, n=1100)
+    case = dataclasses.replace(CASE, op=op, m=1800, n=1100)
     with env.scoped({"TILEFLUX_LINK": link} if link else {}):
         found = run_ranks(profile, 3, args=(case, ("fused", "sequential")))
     for rank, each in enumerate(found):
