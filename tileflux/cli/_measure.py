@@ -96,7 +96,7 @@ class RankReport:
 def sizes(on_gpu: bool, world_size: int) -> Sizes:
     """A message where latency counts, one where bandwidth does, and a product. Many CPU ranks make fewer calls."""
     if on_gpu:
-        return Sizes((((64, 512), 50), ((8192, 512), 20)), ((2048, 2048, 1024), 20))
+        return Sizes((((64, 512), 50), ((8192, 512), 20)), ((1024, 2048, 512), 20))
     calls = [max(1, calls * 4 // max(4, world_size)) for calls in (4, 2)]
     return Sizes((((64, 512), calls[0]), ((1024, 512), calls[1])), ((256, 384, 512), 1))
 

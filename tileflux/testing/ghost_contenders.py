@@ -68,7 +68,8 @@ class GhostTask:
         self.rows = split_rows(shape[0], self.world_size)
         self.sizes = None if len(set(self.rows)) == 1 else list(self.rows)
         self.ghosts = ghosts_of(group)
-        self._incoming, self._outgoing = (torch.cuda.Stream(self.device) for _ in range(2))
+        self._streams = (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
+        """For what comes in, and for what goes out."""
         self.here: Turn | None = None
         self.epoch = 0
 
@@ -90,34 +91,31 @@ class GhostTask:
         """Step by step: what comes in (to, from) and what goes out (to, from)."""
         raise NotImplementedError
 
-    def communicate(self) -> None:
-        """All copies, in both directions at once."""
+    def communicate(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """All copies, in both directions at once, with something on the current stream beside them."""
         current = torch.cuda.current_stream(self.device)
-        streams = (self._incoming, self._outgoing)
-        for stream in streams:
-            stream.wait_stream(current)
-        for to, source, target, mine in self.copies():
-            with torch.cuda.stream(self._incoming):
-                to.copy_(source, non_blocking=True)
-            with torch.cuda.stream(self._outgoing):
-                target.copy_(mine, non_blocking=True)
-        for stream in streams:
+        self._follow(current)
+        for copies in self.copies():
+            self._start(*copies)
+        meanwhile()
+        for stream in self._streams:
             current.wait_stream(stream)
 
     def beside(self) -> None:
         """Product and copies at once, neither waiting for the other."""
-        current = torch.cuda.current_stream(self.device)
-        streams = (self._incoming, self._outgoing)
-        for stream in streams:
+        self.communicate(self.multiply)
+
+    def _follow(self, current: torch.cuda.Stream) -> None:
+        for stream in self._streams:
             stream.wait_stream(current)
-        for to, source, target, mine in self.copies():
-            with torch.cuda.stream(self._incoming):
-                to.copy_(source, non_blocking=True)
-            with torch.cuda.stream(self._outgoing):
-                target.copy_(mine, non_blocking=True)
-        self.multiply()
-        for stream in streams:
-            current.wait_stream(stream)
+
+    def _start(self, to: torch.Tensor, source: torch.Tensor, target: torch.Tensor, mine: torch.Tensor) -> None:
+        """One copy in, one out."""
+        incoming, outgoing = self._streams
+        with torch.cuda.stream(incoming):
+            to.copy_(source, non_blocking=True)
+        with torch.cuda.stream(outgoing):
+            target.copy_(mine, non_blocking=True)
 
     def sequential(self) -> None:
         """One after the other."""
@@ -184,21 +182,17 @@ class GhostGather(GhostTask):
 
     def pipelined(self) -> None:
         current = torch.cuda.current_stream(self.device)
-        for stream in (self._incoming, self._outgoing):
-            stream.wait_stream(current)
+        self._follow(current)
         arrived = []
-        for to, source, target, mine in self.copies():
-            with torch.cuda.stream(self._incoming):
-                to.copy_(source, non_blocking=True)
-                arrived.append(self._incoming.record_event())
-            with torch.cuda.stream(self._outgoing):
-                target.copy_(mine, non_blocking=True)
+        for copies in self.copies():
+            self._start(*copies)
+            arrived.append(self._streams[0].record_event())
         for hop in range(self.world_size):
             if hop:
                 current.wait_event(arrived[hop - 1])
             place = self.place((self.rank + hop) % self.world_size)
             torch.mm(self.gathered[place], self.weight.t(), out=self.out[place])
-        current.wait_stream(self._outgoing)
+        current.wait_stream(self._streams[1])
 
     def caller(self, strategy: str) -> Callable[[], None]:
         row_bytes = self.shape[2] * self.dtype.itemsize
@@ -268,17 +262,13 @@ class GhostScatter(GhostTask):
 
     def pipelined(self) -> None:
         current = torch.cuda.current_stream(self.device)
-        for (owner, _), (to, source, target, mine) in zip(self._steps(), self.copies(), strict=True):
-            torch.mm(self.x[self.place(owner)], self.weight.t(), out=mine)
+        for (owner, _), copies in zip(self._steps(), self.copies(), strict=True):
+            torch.mm(self.x[self.place(owner)], self.weight.t(), out=self.whole[self.place(owner)])
             # A peer can send what it has computed at the same step.
-            for stream in (self._incoming, self._outgoing):
-                stream.wait_stream(current)
-            with torch.cuda.stream(self._incoming):
-                to.copy_(source, non_blocking=True)
-            with torch.cuda.stream(self._outgoing):
-                target.copy_(mine, non_blocking=True)
+            self._follow(current)
+            self._start(*copies)
         torch.mm(self.x[self.place(self.rank)], self.weight.t(), out=self._slots[self.rank])
-        for stream in (self._incoming, self._outgoing):
+        for stream in self._streams:
             current.wait_stream(stream)
         torch.sum(self._slots, 0, out=self.out)
 
