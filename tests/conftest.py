@@ -13,6 +13,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # MKL keeps memory by thread. After threads of this process have multiplied, a forked rank may spin in that for ever.
 os.environ["MKL_DISABLE_FAST_MM"] = "1"
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+# What has been measured on this machine must not change what is tested.
+os.environ["TILEFLUX_TUNE_DIR"] = ""
 # Before CUDA starts: virtual ranks whose streams share a hardware queue may wait for each other.
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
 

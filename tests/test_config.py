@@ -18,6 +18,7 @@ from tileflux.config import (
     TRACE,
     CommConfig,
     GemmConfig,
+    GemmProblem,
     Link,
     MailboxLayout,
 )
@@ -179,3 +180,9 @@ def test_what_is_wrong_with_a_link_is_named(text: str, named: str, kind: str) ->
 def test_invalid_links_are_refused(settings: tuple[float, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Link(*settings)
+
+
+def test_problems_differ_by_link_and_gpu_and_have_none_by_default() -> None:
+    plain = GemmProblem("gemm_rs", 8, 8, 8, 2, "float32")
+    assert (plain.link, plain.gpu) == ("", "")
+    assert len({plain, dataclasses.replace(plain, link="PCIe"), dataclasses.replace(plain, gpu="NVIDIA H200")}) == 3

@@ -260,7 +260,8 @@ class GemmProblem:
 
     ``m`` is the number of rows of the whole output, ``n`` and ``k`` are what one rank multiplies. ``arch`` is the GPU's
     compute capability as a number, 90 for 9.0, and 0 on the CPU; ``num_sms`` what a rank may fill of it. ``is_heavy``:
-    the activation needs registers of its own.
+    the activation needs registers of its own. ``link`` is how ranks reach each other, and ``gpu`` the GPU's name: texts
+    to compare, and empty where there is none.
     """
 
     op: str
@@ -272,6 +273,8 @@ class GemmProblem:
     is_heavy: bool = False
     arch: int = 0
     num_sms: int = 0
+    link: str = ""
+    gpu: str = ""
 
     @property
     def rows_per_rank(self) -> int:

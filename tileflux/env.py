@@ -6,6 +6,7 @@ Each reader is a function, so that a test or a launcher may change the variable 
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,6 +30,7 @@ __all__ = [
     "timeout_s",
     "torchrun_present",
     "transport",
+    "tune_dir",
     "use_loopback",
 ]
 
@@ -43,6 +45,8 @@ VARIABLES: Mapping[str, str] = {
     "Default auto: cuda for CUDA devices, shm for the CPU.",
     "TILEFLUX_LINK": "Emulates a link between CPU ranks, such as 2GB/s,20us: what a rank sends takes that long, "
     "without using a core. Default: none, bytes move as fast as the machine copies them.",
+    "TILEFLUX_TUNE_DIR": "Folder of what tileflux tune has measured, which strategy='auto' goes by. Empty: nothing "
+    "measured here is used or kept. Default ~/.cache/tileflux.",
 }
 
 
@@ -75,6 +79,16 @@ def link() -> Link | None:
         return Link.parse(text)
     except ValueError as error:
         raise ValueError(f"TILEFLUX_LINK={text!r} is not a link: {error}") from None
+
+
+def tune_dir() -> str:
+    """The folder of the user's measured entries; empty if none are to be used."""
+    return _folder(os.environ.get("TILEFLUX_TUNE_DIR", "~/.cache/tileflux"), os.environ.get("HOME"))
+
+
+@functools.cache
+def _folder(text: str, home: str | None) -> str:
+    return os.path.abspath(os.path.expanduser(text)) if text else ""
 
 
 def set_variables(others: Iterable[str] = ()) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from tileflux import Explanation, explain
 from tileflux.symm.group import Group
 from tileflux.testing import run_ranks
 from tileflux.testing.dense import ag_case, rs_case
+from tileflux.tune import store
+
+from .entries import make_entry
 
 REGIONS = {
     ("ag_gemm", ""): "ag_gemm.data",
@@ -57,6 +61,29 @@ def test_a_call_holds_what_was_said(op: str, shape: Any, dtype: torch.dtype, opt
     told = run_ranks(_as_explained, 4, args=(op, shape, dtype, options), group_kwargs={"timeout_s": 5.0})
     assert len({(each.strategy, each.algorithm) for each in told}) == 1
     assert all(each.op == op for each in told)
+
+
+@pytest.mark.parametrize(
+    ("op", "strategy", "shape"),
+    [
+        ("ag_gemm", "sequential", (64, 98, 40)),
+        ("gemm_rs", "pipelined", (64, 96, 38)),
+        ("gemm_ar", "fused", (64, 96, 38)),
+    ],
+)
+def test_what_was_measured_is_said_and_done(
+    op: str, strategy: str, shape: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over ranks of which two have a column, or a term, less than the others."""
+    m, n, k = shape
+    own = {"m": m, "n": 25, "k": k} if op == "ag_gemm" else {"m": m, "n": n, "k": 10}
+    cpu = {"world_size": 4, "dtype": "float32", "arch": 0, "num_sms": 0, "gpu": "", "link": "shared memory"}
+    store.save(str(tmp_path), [make_entry(strategy, op=op, **own, **cpu)])
+    monkeypatch.setenv("TILEFLUX_TUNE_DIR", str(tmp_path))
+    told = run_ranks(_as_explained, 4, args=(op, shape, torch.float32, {}), group_kwargs={"timeout_s": 5.0})
+    assert {each.strategy for each in told} == {strategy}
+    assert {each.algorithm for each in told} == {"two_shot" if op == "gemm_ar" else ""}
+    assert all("measured on the CPU, 2026-11-15: " in str(each) for each in told)
 
 
 def test_one_rank_holds_nothing() -> None:

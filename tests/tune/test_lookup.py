@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tileflux.config import GemmProblem
+from tileflux.config import GemmConfig, GemmProblem
 from tileflux.tune import lookup as lookup_module
-from tileflux.tune.lookup import STRATEGIES, lookup, problem_for
+from tileflux.tune import store
+from tileflux.tune.lookup import STRATEGIES, Choice, forget, lookup, problem_for, rule
+from tileflux.tune.store import Entry
+
+from .entries import H200, drawn, make_entry
 
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
 H100 = {"arch": 90, "num_sms": 132}
@@ -115,3 +124,117 @@ def test_a_problem_is_what_the_call_is() -> None:
     assert problem_for("gemm", 3, 4, 5, torch.bfloat16, cpu, None, "swiglu").is_heavy
     assert not problem_for("gemm", 3, 4, 5, torch.bfloat16, cpu, None, "relu").is_heavy
     assert [GemmProblem("gemm_rs", m, 1, 1, 4, "int8").rows_per_rank for m in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert problem_for("gemm", 3, 4, 5, torch.int8, cpu, None).link == ""
+
+
+@pytest.mark.parametrize(
+    ("links", "link"),
+    [
+        (("self",), ""),
+        (("shared memory", "self"), "shared memory"),
+        (("self", "NVLink", "PCIe"), "PCIe"),
+        (("PCIe", "PCIe", "self"), "PCIe"),
+        (("same GPU", "self", "network", "PCIe"), "network"),
+        (("self", "same GPU", "NVLink"), "NVLink"),
+        (("self", "NVLink", "a new kind"), "a new kind"),
+    ],
+)
+def test_the_slowest_link_is_the_groups(links: tuple[str, ...], link: str) -> None:
+    group = SimpleNamespace(world_size=len(links), traits=SimpleNamespace(links=links, num_sms=0))
+    problem = problem_for("gemm_rs", 3, 4, 5, torch.int8, torch.device("cpu"), group)  # type: ignore[arg-type]
+    assert problem == GemmProblem("gemm_rs", 3, 4, 5, len(links), "int8", link=link)
+
+
+def test_a_gpu_goes_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(lookup_module, "device_info", SimpleNamespace(arch=lambda d: 90, num_sms=lambda d: 132))
+    lookup_module._gpu_name.cache_clear()
+    problem = problem_for("gemm", 3, 4, 5, torch.int8, torch.device("cuda:7"), None)
+    lookup_module._gpu_name.cache_clear()
+    assert problem == GemmProblem("gemm", 3, 4, 5, 1, "int8", arch=90, num_sms=132, gpu="NVIDIA H200")
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """The user's folder and the shipped one, both empty, and nothing remembered."""
+    mine, shipped = tmp_path / "mine", tmp_path / "shipped"
+    monkeypatch.setenv("TILEFLUX_TUNE_DIR", str(mine))
+    monkeypatch.setattr(store, "_SHIPPED", shipped)
+    forget()
+    return str(mine), str(shipped)
+
+
+def test_what_the_user_measured_goes_before_what_is_shipped_and_that_before_the_rule(folders: tuple[str, str]) -> None:
+    mine, shipped = folders
+    assert lookup(H200) == rule(H200)
+    config = GemmConfig(64, 256, 32, num_stages=5)
+    store.save(shipped, [make_entry("pipelined", config)])
+    assert lookup(H200) == rule(H200), "read once"
+    forget()
+    reason = "shipped, measured on NVIDIA H200, 2026-11-15: pipelined 1.21x over sequential"
+    assert lookup(H200) == Choice("pipelined", "", config, reason)
+    store.save(mine, [make_entry("fused", n=6100)])
+    forget()
+    reason = "measured on NVIDIA H200, 2026-11-15: fused 1.21x over sequential, at 4096 x 6100 x 12288"
+    assert lookup(H200) == Choice("fused", "", GemmConfig(), reason)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILEFLUX_TUNE_DIR", "")
+        assert lookup(H200).strategy == "pipelined", "nothing of the user's"
+
+
+def test_a_choice_on_the_cpu_says_so(folders: tuple[str, str]) -> None:
+    problem = GemmProblem("gemm_ar", 64, 64, 64, 2, "float32", link="shared memory")
+    changes = {"op": "gemm_ar", "m": 64, "n": 64, "k": 64, "world_size": 2, "dtype": "float32"}
+    cpu = {"arch": 0, "num_sms": 0, "gpu": "", "link": "shared memory"}
+    store.save(folders[0], [make_entry("sequential", **changes, **cpu)])
+    forget()
+    choice = lookup(problem)
+    assert (choice.strategy, choice.algorithm) == ("sequential", "two_shot")
+    assert choice.reason == "measured on the CPU, 2026-11-15: sequential 1.10x over pipelined"
+
+
+def test_a_width_that_was_not_measured_gets_the_rules_tiles_and_the_measured_chunks(folders: tuple[str, str]) -> None:
+    store.save(folders[0], [make_entry("pipelined", GemmConfig(16, 16, 16, num_chunks=4), n=8192)])
+    forget()
+    choice = lookup(H200)
+    assert choice.strategy == "pipelined"
+    assert choice.config == dataclasses.replace(rule(H200).config, num_chunks=4) != rule(H200).config
+
+
+@pytest.mark.parametrize("change", [{"m": 0}, {"k": 0}, {"world_size": 1}])
+def test_where_there_is_nothing_to_choose_no_measurement_is_asked(change: dict[str, int]) -> None:
+    entry = make_entry("fused", **{name: 1 for name in change})
+    with patch.object(store, "load", lambda folder: (entry,)):
+        problem = dataclasses.replace(H200, **change)
+        assert lookup_module._lookup.__wrapped__(problem, "") == rule(problem)
+
+
+def test_a_broken_file_does_not_keep_an_op_from_running(
+    folders: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    Path(folders[0]).mkdir()
+    (Path(folders[0]) / "ag_gemm.json").write_text("{")
+    assert lookup(H200) == rule(H200)
+    assert lookup(dataclasses.replace(H200, m=512)).strategy
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def look_up(entries: Sequence[Entry], problem: GemmProblem) -> Choice:
+    with patch.object(store, "load", lambda folder: tuple(entries)):
+        return lookup_module._lookup.__wrapped__(problem, "")
+
+
+@given(st.lists(drawn("ag_gemm"), min_size=1, max_size=6), st.integers(0, 5000), st.booleans())
+def test_ranks_of_a_gather_choose_alike_by_measurements_too(entries: list[Entry], n: int, is_heavy: bool) -> None:
+    problem = dataclasses.replace(H200, m=2048, n=1024, k=1024)
+    choices = [look_up(entries, each) for each in (problem, dataclasses.replace(problem, n=n, is_heavy=is_heavy))]
+    assert len({(each.strategy, each.config.num_chunks) for each in choices}) == 1
+
+
+@pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
+@given(data=st.data(), k=st.integers(0, 5000))
+def test_ranks_of_a_sum_choose_alike_by_measurements_too(op: str, data: st.DataObject, k: int) -> None:
+    entries = data.draw(st.lists(drawn(op), min_size=1, max_size=6))
+    problem = dataclasses.replace(H200, op=op, m=2048, n=1024, k=1024)
+    first, second = (look_up(entries, each) for each in (problem, dataclasses.replace(problem, k=k)))
+    assert (first.strategy, first.algorithm, first.config) == (second.strategy, second.algorithm, second.config)

@@ -20,6 +20,7 @@ from tileflux.cli.bench import bench
 from tileflux.cli.demo import demo
 from tileflux.cli.doctor import doctor
 from tileflux.cli.profile import profile
+from tileflux.cli.tune import tune
 
 __all__ = ["app", "main"]
 
@@ -31,6 +32,7 @@ app.command()(bench)
 app.command()(demo)
 app.command()(doctor)
 app.command()(profile)
+app.command()(tune)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,28 +1,35 @@
 """``lookup``: from a problem to a strategy and tiles. Pure and cached; launches nothing.
 
+Asked in turn: what the user has measured, what was measured and shipped (``store.py``), and a rule.
+
 Ranks of one call look up alike: tiles of ``gemm_rs`` and ``gemm_ar`` are announced by number, so their size may depend
-only on what all ranks share (M, N, the world, the types and the GPU); of ``ag_gemm`` that is true of chunks alone.
+only on what all ranks share (M, N, the world, the types, the GPU and its links); of ``ag_gemm``, whose ranks share K
+and not N, that is true of the strategy and of chunks alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
 import torch
 
 from tileflux import device as device_info
+from tileflux import env
 from tileflux.config import GemmConfig, GemmProblem
 from tileflux.symm.group import Group
+from tileflux.tune import store
 
-__all__ = ["HEAVY", "STRATEGIES", "Choice", "lookup", "problem_for"]
+__all__ = ["HEAVY", "ITEMSIZE", "STRATEGIES", "Choice", "forget", "lookup", "problem_for", "rule"]
 
 HEAVY = ("gelu", "swiglu")
 """Activations that need registers of their own, so that tiles must be smaller."""
-STRATEGIES = ("auto", "sequential", "pipelined", "fused")
+STRATEGIES = ("auto", *store.STRATEGIES)
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 
 _ONE_SHOT_BYTES = 512 * 1024  # what one rank may take in at once before two steps, with fewer bytes, are quicker
-_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+_LINKS = ("network", "PCIe", "NVLink", "same GPU", "shared memory", "same process")  # from slow to quick
 
 
 @dataclass(frozen=True)
@@ -36,12 +43,44 @@ class Choice:
     reason: str
 
 
-@functools.lru_cache(maxsize=4096)
 def lookup(problem: GemmProblem) -> Choice:
     """The choice of ``strategy="auto"`` for a problem."""
+    return _lookup(problem, env.tune_dir())
+
+
+@functools.lru_cache(maxsize=4096)
+def _lookup(problem: GemmProblem, folder: str) -> Choice:
+    usual = rule(problem)
+    if _is_settled(problem):
+        return usual
+    for where, entries in (("", store.load(folder)), ("shipped, ", store.load_shipped())):
+        match = store.find(entries, problem)
+        if match is not None:
+            return _measured(problem, match, usual, where)
+    return usual
+
+
+def forget() -> None:
+    """Read the files anew at the next lookup. All ranks of a group together, or they choose apart."""
+    _lookup.cache_clear()
+    store.load.cache_clear()
+
+
+def _measured(problem: GemmProblem, match: store.Match, usual: Choice, where: str) -> Choice:
+    leader = match.leader
+    config = match.tiles or dataclasses.replace(usual.config, num_chunks=leader.config.num_chunks)
+    reason = f"{where}measured on {leader.problem.gpu or 'the CPU'}, {leader.date}: {leader.verdict}"
+    shape, measured = ((each.m, each.n, each.k) for each in (problem, leader.problem))
+    if shape != measured:
+        reason += f", at {' x '.join(map(str, measured))}"
+    return Choice(leader.strategy, leader.algorithm, config, reason)
+
+
+def rule(problem: GemmProblem) -> Choice:
+    """The choice where nothing was measured."""
     algorithm, strategy, reason = "", *_strategy(problem)
     if problem.op == "gemm_ar":
-        itemsize = max(2, _ITEMSIZE[problem.dtype])  # of the result, as long as nobody asks for another type
+        itemsize = max(2, ITEMSIZE[problem.dtype])  # of the result, as long as nobody asks for another type
         incoming = problem.m * problem.n * itemsize * (problem.world_size - 1)
         small = incoming <= _ONE_SHOT_BYTES or problem.world_size <= 2
         algorithm = "one_shot" if small else "two_shot"
@@ -63,18 +102,44 @@ def problem_for(
 ) -> GemmProblem:
     """What is looked up for a call of ``op``, by ``group`` or by one rank alone."""
     arch = num_sms = 0
+    gpu = ""
     if device.type == "cuda":
-        arch = device_info.arch(device)
+        arch, gpu = device_info.arch(device), _gpu_name(device)
         num_sms = device_info.num_sms(device) if group is None else group.traits.num_sms
     world_size = 1 if group is None else group.world_size
-    return GemmProblem(op, m, n, k, world_size, str(dtype).removeprefix("torch."), activation in HEAVY, arch, num_sms)
+    kind, is_heavy = str(dtype).removeprefix("torch."), activation in HEAVY
+    link = "" if group is None else _link(group.traits.links)
+    return GemmProblem(op, m, n, k, world_size, kind, is_heavy, arch, num_sms, link, gpu)
+
+
+@functools.cache
+def _gpu_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
+
+
+@functools.cache
+def _link(links: tuple[str, ...]) -> str:
+    """The slowest link to a peer: the nearest peer may be behind NVLink for one rank and behind PCIe for the next."""
+    peers = sorted({link for link in links if link != "self"})
+    return min(peers, key=lambda link: _LINKS.index(link) if link in _LINKS else -1, default="")
+
+
+def _is_settled(problem: GemmProblem) -> bool:
+    """Whether there is nothing to choose, so that no measurement is asked."""
+    if problem.op == "gemm":
+        return 0 in (problem.m, problem.n, problem.k)
+    return problem.world_size == 1 or _is_empty(problem)
+
+
+def _is_empty(problem: GemmProblem) -> bool:
+    # What all ranks share: of ag_gemm not N, of the others not K, which may be 0 on some ranks and not on others.
+    return problem.m == 0 or (problem.k if problem.op == "ag_gemm" else problem.n) == 0
 
 
 def _strategy(problem: GemmProblem) -> tuple[str, str]:
     if problem.world_size == 1:
         return "sequential", "one rank has nothing to wait for"
-    # What all ranks share: of ag_gemm not N, of the others not K, which may be 0 on some ranks and not on others.
-    if problem.m == 0 or (problem.k if problem.op == "ag_gemm" else problem.n) == 0:
+    if _is_empty(problem):
         return "sequential", "there is nothing to multiply"
     if problem.arch and problem.rows_per_rank < 128:
         return "sequential", f"{problem.rows_per_rank} rows per rank are less than one tile of 128: nothing to overlap"
@@ -87,7 +152,7 @@ def _tiles(problem: GemmProblem) -> GemmConfig:
     if problem.arch == 0:
         # As large as keeps the cores busy: the library packs the weight anew for every tile.
         return GemmConfig(block_m=512, block_n=1024, block_k=64)
-    itemsize = _ITEMSIZE[problem.dtype]
+    itemsize = ITEMSIZE[problem.dtype]
     rows = problem.m if problem.op in ("gemm", "gemm_ar") else problem.rows_per_rank
     block_m = min(128, max(16, 1 << (max(1, rows) - 1).bit_length()))
     feeders = max(1, min(16, problem.num_sms // 8))
