@@ -123,6 +123,16 @@ def test_loopback_is_a_default_and_no_order(monkeypatch: pytest.MonkeyPatch) -> 
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
+def test_queues_for_streams_are_a_default_and_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert env.queues_for_streams() == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    assert not env.separate_streams()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert env.queues_for_streams() == {} and env.separate_streams()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
 def test_every_variable_of_ours_is_declared() -> None:
     texts = {node.value for node in ast.walk(ast.parse(inspect.getsource(env))) if isinstance(node, ast.Constant)}
     used = {text for text in texts if isinstance(text, str) and re.fullmatch(r"TILEFLUX_[A-Z_0-9]+", text)}

@@ -17,7 +17,7 @@ from tileflux.errors import GroupClosed
 from tileflux.symm import host_copy
 from tileflux.symm.base import Traits
 from tileflux.symm.group import Group
-from tileflux.symm.host_copy import HostCopier, link_of
+from tileflux.symm.host_copy import HostCopier
 from tileflux.symm.host_signal import HostWords
 from tileflux.testing import nan_like, run_ranks
 
@@ -233,7 +233,7 @@ def _timed_push(group: Group) -> tuple[Link | None, float]:
     place = data.view((group.rank + 1) % group.world_size, torch.float32)
     start = time.monotonic()
     group.copy_async(place, nan_like(place)).wait()
-    return link_of(group.traits), time.monotonic() - start
+    return group.traits.link, time.monotonic() - start
 
 
 @pytest.mark.parametrize("where", ["fork", "virtual"])
@@ -243,7 +243,7 @@ def test_ranks_on_the_cpu_have_the_link_that_is_asked_for(where: str) -> None:
             assert link == Link(1e6, 0.05) and seconds >= 0.15
     for link, _ in run_ranks(_timed_push, 2, where=where):  # type: ignore[arg-type]
         assert link is None
-    assert link_of(Traits(False, False, ("self",), 0)) is None
+    assert Traits(False, False, ("self",), 0).link is None
 
 
 def test_a_link_that_makes_no_sense_is_refused_before_anything_starts() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import tileflux
 from tileflux import CommConfig
 from tileflux.errors import MismatchError
+from tileflux.symm import local
 from tileflux.symm.local import local_transports
 
 
@@ -50,6 +53,28 @@ def test_claims_meet_only_where_both_know() -> None:
 def test_a_barrier_that_nobody_else_joins_names_them() -> None:
     first, _, _ = local_transports(3, torch.device("cpu"))
     assert first.barrier(0.05) == [1, 2]
+
+
+@pytest.mark.parametrize(("was_set", "is_started"), [(False, False), (False, True), (True, True)])
+def test_queues_that_come_too_late_are_said(
+    was_set: bool, is_started: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if was_set:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_started)
+    monkeypatch.setattr(local, "LocalTransport", lambda world, rank: rank)
+    assert local_transports(2, torch.device("cuda", 0)) == [0, 1]
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS=32" in caplog.text) == (is_started and not was_set)
+
+
+def test_a_world_is_idle_when_all_its_streams_are() -> None:
+    first, second = local_transports(2, torch.device("cpu"))
+    busy = [True, False]
+    first._world.streams += [SimpleNamespace(query=lambda rank=rank: not busy[rank]) for rank in range(2)]
+    assert not first.is_idle() and not second.is_idle()
+    busy[0] = False
+    assert first.is_idle() and second.is_idle()
 
 
 def test_more_ranks_than_streams_are_refused() -> None:

@@ -27,6 +27,11 @@ def test_a_world_without_ghosts_is_refused(world_size: int) -> None:
         ghost_group(world_size)
 
 
+def test_a_cpu_has_no_link_to_the_host() -> None:
+    with pytest.raises(ValueError, match="device=cpu should be a GPU"):
+        ghost_group(2, "cpu")
+
+
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(TransportUnavailable, match="a ghost world needs a GPU"):

@@ -38,6 +38,11 @@ class Named(GhostTask):
     def __init__(self, *arguments: object) -> None:
         self.choice = SimpleNamespace(strategy=self.chosen, config=GemmConfig())  # type: ignore[assignment]
 
+    def nothing(self) -> Any:
+        """In the place of what is not asked for here."""
+
+    multiply = copies = sequential = pipelined = check_departed = nothing
+
     def caller(self, strategy: str) -> Any:
         return f"ours in {strategy}"
 

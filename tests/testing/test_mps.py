@@ -79,6 +79,7 @@ def test_a_daemon_runs_between_enter_and_exit(stand_in: Path) -> None:
         variables = daemon.client_variables(25)
         assert len(_daemons(stand_in.parent)) == 1
         assert variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
+        assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] is None, "clients cannot have more queues than the default"
         assert Path(str(variables["CUDA_MPS_PIPE_DIRECTORY"])).is_dir()
         assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
     assert _daemons(stand_in.parent) == []

@@ -16,7 +16,6 @@ import torch
 from tileflux.kernels.plan import Extent, MovePlan, num_pieces, part
 from tileflux.symm.base import Copy, FlagWrite
 from tileflux.symm.group import Group
-from tileflux.symm.host_copy import link_of
 from tileflux.symm.host_signal import HostWords
 
 __all__ = ["HostLane", "host_lanes", "move", "wait_for_copies"]
@@ -27,7 +26,7 @@ class HostLane:
 
     def __init__(self, group: Group, op: str, plan: MovePlan, lane: int, min_pieces: int) -> None:
         self.channels, self.op, self.rank, self.lane = group.channels, op, group.rank, lane
-        self._group, self._is_linked = group, link_of(group.traits) is not None
+        self._group, self._is_linked = group, group.traits.link is not None
         self._sending: list[Copy] = []
         self._plan, self._num_lanes = plan, plan.num_lanes(group.config)
         self._slot_bytes, self._min_pieces = group.config.slot_bytes, min_pieces
@@ -83,7 +82,7 @@ def wait_for_copies(group: Group, op: str, copies: Sequence[Copy]) -> None:
 
     Through a slow link this is a wait like any other: it has the group's deadline, and ends where a peer has given up.
     """
-    if copies and link_of(group.traits) is not None:
+    if copies and group.traits.link is not None:
         landed = torch.zeros(1, dtype=torch.int32)
         group.copy_async(landed[:0], landed[:0], signal=FlagWrite(landed, 1))  # copies go in order: this one is last
         group.guard.wait(HostWords(landed), 0, 1, group.rank, op)

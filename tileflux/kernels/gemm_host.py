@@ -24,7 +24,6 @@ from tileflux.lang.schedule import replay
 from tileflux.perf.timeline import TileSpan, Transfer
 from tileflux.symm.base import Copy, FlagWrite
 from tileflux.symm.group import Group
-from tileflux.symm.host_copy import link_of
 
 __all__ = ["Tile", "multiply", "run_gemm", "tiles"]
 
@@ -273,7 +272,7 @@ class _Scatter(_Policies):
         super().__init__(operands)
         self.group, self.turn, self.rank, self.plan = group, turn, group.rank, turn.plan
         self.world_size = group.world_size
-        self._is_linked = link_of(group.traits) is not None
+        self._is_linked = group.traits.link is not None
         self._free: set[int] = set()
 
     def wait(self, tile: Tile) -> None:

@@ -13,7 +13,7 @@ from tileflux.config import GemmConfig
 from tileflux.kernels.gemm import _gemm_kernel
 from tileflux.kernels.loading import launching, load_once
 from tileflux.kernels.operands import GemmSpec, Operands, Role, make_spec
-from tileflux.kernels.recording import reserve
+from tileflux.kernels.recording import current_recorder, reserve
 from tileflux.kernels.turns import Turn
 from tileflux.lang.policy import (
     scatter_tile,
@@ -84,7 +84,7 @@ def launch_gemm(
         operands, role, config,
         world_size=1 if turn is None or group is None else group.world_size,
         num_feeders=num_feeders, releases=releases, use_tma=use_tma, plain=is_virtual,
-        records=trace is not None,
+        records=current_recorder() is not None,
     )  # fmt: skip
     table = _no_table(x.device) if turn is None else turn.table
 

@@ -86,12 +86,7 @@ def scatter_tile(value, out, place, table, SPEC: tl.constexpr):
     if owner != rank:
         signal(flag_word(table, owner, rank, number, SPEC.world_size), epoch + 1)
     else:
-        for hop in range(1, SPEC.world_size):
-            source = (rank + SPEC.world_size - hop) % SPEC.world_size
-            _wait(flag_word(table, rank, source, number, SPEC.world_size), epoch + 1, source, table, SPEC)
-        # The sum reads this program's own partial back from memory, with other threads than have stored it.
-        tl.debug_barrier()
-        _sum_tile(value.shape, out, place, table, SPEC)
+        _sum_own_tile(value.shape, out, place, number, table, SPEC)
 
 
 @triton.jit
@@ -106,12 +101,7 @@ def stage_tile(value, out, place, table, SPEC: tl.constexpr):
     else:
         epoch = current_epoch(table, SPEC.world_size)
         _store(value, slot(table, rank, rank, epoch, SPEC.world_size), row, column, num_rows, N, SPEC)
-        for hop in range(1, SPEC.world_size):
-            source = (rank + SPEC.world_size - hop) % SPEC.world_size
-            _wait(flag_word(table, rank, source, 0, SPEC.world_size), epoch + 1, source, table, SPEC)
-        # The sum reads this program's own partial back from memory, with other threads than have stored it.
-        tl.debug_barrier()
-        _sum_tile(value.shape, out, place, table, SPEC)
+        _sum_own_tile(value.shape, out, place, 0, table, SPEC)
 
 
 @triton.jit
@@ -134,15 +124,26 @@ def spread_tile(value, out, place, table, SPEC: tl.constexpr):
 
 
 @triton.jit
-def sum_slots(
-    first, offsets, mask, stride, TYPE: tl.constexpr, ALIGNED: tl.constexpr, WORLD: tl.constexpr
-):
+def sum_slots(first, offsets, mask, stride, TYPE: tl.constexpr, ALIGNED: tl.constexpr, WORLD: tl.constexpr):
     """fp32 sum, from rank 0 on, of what lies at ``offsets`` in each of W slots, ``stride`` bytes apart."""
     total = tl.zeros(offsets.shape, tl.float32)
     for source in range(WORLD):
         source_slot = typed(first + source.to(tl.int64) * stride, TYPE, ALIGNED)
         total += tl.load(source_slot + offsets, mask=mask).to(tl.float32)
     return total
+
+
+@triton.jit
+def _sum_own_tile(SHAPE: tl.constexpr, out, place, index, table, SPEC: tl.constexpr):
+    """Sum a tile that this program has just stored with all peers', each announced by its flag number ``index``."""
+    rank = word(table, RANK)
+    epoch = current_epoch(table, SPEC.world_size)
+    for hop in range(1, SPEC.world_size):
+        source = (rank + SPEC.world_size - hop) % SPEC.world_size
+        _wait(flag_word(table, rank, source, index, SPEC.world_size), epoch + 1, source, table, SPEC)
+    # The sum reads this program's own partial back from memory, with other threads than have stored it.
+    tl.debug_barrier()
+    _sum_tile(SHAPE, out, place, table, SPEC)
 
 
 @triton.jit

@@ -9,6 +9,13 @@ A call has a number, its epoch: how many calls of this op the rank has finished 
     last program of the launch to end
                 sets every peer's ack to epoch + 1, and the epoch
 
+Where copies need no SM there are no feeders, and tiles are not stored at their owners: the copy engine carries rows,
+and shards of products, on a stream beside the launch.
+
+    open_call   waits for every ack >= epoch           all peers have finished the call before
+                sets next to epoch + 1                 which a copy carries to the peer's flag, behind the bytes
+    close_shard waits for a shard's count of tiles     before its copy; sets the count back
+
 ``table`` is the plan (``config.TableLayout``); the words are in ``config.ControlLayout``. Epochs are read from memory,
 so that a CUDA graph counts on. A buffer with two halves is used in turn: epoch n waits for ``ack >= n - 1``.
 """

@@ -14,6 +14,8 @@ from typing import ClassVar
 
 import torch
 
+from tileflux.config import Link
+
 __all__ = ["Copy", "FlagWrite", "Segment", "Traits", "Transport"]
 
 
@@ -28,6 +30,8 @@ class Traits:
     """How each rank is reached, by rank: ``self``, ``shared memory``, ``same GPU``, ``NVLink``, ``PCIe``..."""
     num_sms: int
     """SMs this rank may fill with waiting programs; 0 on the CPU."""
+    link: Link | None = None
+    """Emulated between CPU ranks. If there is one, payload has to go by ``copy_async``: a direct store is at once."""
 
 
 @dataclass(frozen=True, eq=False)

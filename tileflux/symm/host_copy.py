@@ -13,32 +13,18 @@ import ctypes
 import queue
 import threading
 import time
-from dataclasses import dataclass
 
 import torch
 
 from tileflux.config import Link
 from tileflux.errors import GroupClosed
-from tileflux.symm.base import Copy, FlagWrite, Traits
+from tileflux.symm.base import Copy, FlagWrite
 from tileflux.symm.host_signal import HostWords
 
-__all__ = ["HostCopier", "LinkedTraits", "link_of"]
+__all__ = ["HostCopier"]
 
 _PR_SET_TIMERSLACK = 29
 _LONGEST_SLEEP_S = 60.0
-
-
-@dataclass(frozen=True)
-class LinkedTraits(Traits):
-    """Of a transport that may emulate a link."""
-
-    link: Link | None = None
-    """If there is one, payload has to go by ``copy_async``: a direct store would arrive at once."""
-
-
-def link_of(traits: Traits) -> Link | None:
-    """The link that a rank's payload has to go through."""
-    return traits.link if isinstance(traits, LinkedTraits) else None
 
 
 class _HostCopy(Copy):

@@ -17,8 +17,8 @@ import torch
 
 from tileflux import device as device_info
 from tileflux import env
-from tileflux.symm.base import Copy, FlagWrite, Segment, Transport
-from tileflux.symm.host_copy import HostCopier, LinkedTraits
+from tileflux.symm.base import Copy, FlagWrite, Segment, Traits, Transport
+from tileflux.symm.host_copy import HostCopier
 from tileflux.symm.rendezvous import disagreement, other_purpose
 from tileflux.symm.stream_copy import StreamCopier
 
@@ -68,7 +68,7 @@ class LocalTransport(Transport):
         links = tuple("self" if peer == rank else kind for peer in range(self.world_size))
         num_sms = 0 if self.stream is None else device_info.num_sms(self.device) // self.world_size
         link = env.link() if self.stream is None else None
-        self.traits = LinkedTraits(
+        self.traits = Traits(
             copies_need_sms=self.stream is not None,
             has_multicast=False,
             links=links,

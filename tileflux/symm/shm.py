@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from tileflux import env
 from tileflux.errors import TransportUnavailable
-from tileflux.symm.base import Copy, FlagWrite, Segment
-from tileflux.symm.host_copy import HostCopier, LinkedTraits
+from tileflux.symm.base import Copy, FlagWrite, Segment, Traits
+from tileflux.symm.host_copy import HostCopier
 from tileflux.symm.processes import ProcessTransport
 
 __all__ = ["ShmTransport"]
@@ -37,7 +37,7 @@ class ShmTransport(ProcessTransport):
             )
         self.device = torch.device("cpu")
         links = tuple("self" if peer == rank else "shared memory" for peer in range(world_size))
-        self.traits = LinkedTraits(copies_need_sms=False, has_multicast=False, links=links, num_sms=0, link=link)
+        self.traits = Traits(copies_need_sms=False, has_multicast=False, links=links, num_sms=0, link=link)
         self._copier = HostCopier(f"rank{rank}", link)
         self._alarm = torch.zeros(1, dtype=torch.int32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -97,7 +98,7 @@ def group_suite(group: Group, op: str, shape: Shape, dtype: str, strategies: tup
     return suite
 
 
-class _Task:
+class _Task(abc.ABC):
     """One op on one rank: its tensors, its baselines, and what the result must be."""
 
     x: torch.Tensor
@@ -126,21 +127,21 @@ class _Task:
         """The product alone."""
         torch.mm(self.factor, self.weight.t(), out=self.whole)
 
+    @abc.abstractmethod
     def communicate(self) -> None:
         """The collective alone."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def sequential(self) -> None:
         """What plain code does."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def ours(self, strategy: str) -> None:
         """Ours, in a strategy."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def fused_by_torch(self) -> None:
         """Torch's fused op."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Compare the last result with what it must be."""

@@ -4,6 +4,9 @@ The real rank runs a fused op as it would among W ranks. Its peers' rows and par
 the copy engine, its own go out over it, and flags and acks are written and waited for by the streams themselves, so
 that nothing here needs an SM. Peers are as fast as the real rank: what a peer has to compute before it can send is sent
 when the real rank has computed as much.
+
+A stream's wait has no deadline of its own. It needs none: every word that a ghost waits for is set by a launch or copy
+of the real rank whose own waits have one, and which goes on after it, so that the group ends in ``PeerTimeout``.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ def ghost_group(world_size: int, device: torch.device | str = "cuda", *, timeout
     if world_size < 2:
         raise ValueError(f"world_size={world_size} should be at least 2: a ghost world has one real rank, and ghosts")
     device = torch.device(device)
+    if device.type != "cuda":
+        raise ValueError(f"device={device} should be a GPU: what ghosts send crosses its link to the host")
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     return Group(GhostTransport(world_size, device), timeout_s=timeout_s)

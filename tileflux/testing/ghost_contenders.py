@@ -6,6 +6,7 @@ can do on this link. Ours plays against ghosts (``testing/ghost.py``).
 
 from __future__ import annotations
 
+import abc
 import weakref
 from collections.abc import Callable
 from typing import cast
@@ -53,7 +54,7 @@ def ghost_suite(group: Group, op: str, shape: Shape, dtype: str, strategies: tup
     return suite
 
 
-class GhostTask:
+class GhostTask(abc.ABC):
     """One op of the real rank: its tensors, what ghosts send, and what the result must be."""
 
     out: torch.Tensor
@@ -83,13 +84,13 @@ class GhostTask:
         first = sum(self.rows[:rank])
         return slice(first, first + self.rows[rank])
 
+    @abc.abstractmethod
     def multiply(self) -> None:
         """The whole product alone."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def copies(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Step by step: what comes in (to, from) and what goes out (to, from)."""
-        raise NotImplementedError
 
     def communicate(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         """All copies, in both directions at once, with something on the current stream beside them."""
@@ -117,17 +118,17 @@ class GhostTask:
         with torch.cuda.stream(outgoing):
             target.copy_(mine, non_blocking=True)
 
+    @abc.abstractmethod
     def sequential(self) -> None:
         """One after the other."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def pipelined(self) -> None:
         """A library product per shard."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def caller(self, strategy: str) -> Callable[[], None]:
         """Our op in a strategy, with the ghosts beside it."""
-        raise NotImplementedError
 
     def poison(self) -> None:
         """Fill the result with what no right one contains."""
@@ -142,9 +143,9 @@ class GhostTask:
         self.check()
         self.check_departed()
 
+    @abc.abstractmethod
     def check_departed(self) -> None:
         """Compare what has reached the ghosts."""
-        raise NotImplementedError
 
 
 class GhostGather(GhostTask):
