@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -207,17 +208,16 @@ def _feed(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | Non
 def _feed_by_copies(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None) -> None:
     """As ``feed`` in ``lang/turn.py``. Flags are copies too, from memory: a CUDA graph would repeat a number."""
     plan, rank, world_size = here.plan, group.rank, group.world_size
+    first = plan.first_rows[rank]
+    chunks = [(index, rows) for index in range(plan.num_chunks) if (rows := plan.chunk(rank, index))]
+    cuts = [x if len(rows) == len(x) else x[rows.start : rows.stop] for _, rows in chunks]
     for peer in ((rank - hop) % world_size for hop in range(1, world_size)):
-        buffer = here.rows_at(peer, x.dtype, x.shape[1])
-        for chunk in range(plan.num_chunks):
-            rows = plan.chunk(rank, chunk)
-            if rows:
-                first = plan.first_rows[rank]
-                cut, place = slice(rows.start, rows.stop), slice(first + rows.start, first + rows.stop)
-                if scale_x is not None:
-                    here.scales_at(peer)[place].copy_(scale_x[cut], non_blocking=True)
-                buffer[place].copy_(x[cut], non_blocking=True)
-                here.flag(peer, chunk).copy_(here.next, non_blocking=True)
+        for (index, rows), cut in zip(chunks, cuts, strict=True):
+            if scale_x is not None:
+                place = slice(first + rows.start, first + rows.stop)
+                here.scales_at(peer)[place].copy_(scale_x[rows.start : rows.stop], non_blocking=True)
+            here.chunk_at(peer, index, x.dtype, x.shape[1]).copy_(cut, non_blocking=True)
+            here.flag(peer, index).copy_(here.next, non_blocking=True)
 
 
 def _push_finished(group: Group, operands: Operands, config: GemmConfig, here: Turn) -> None:
@@ -246,8 +246,8 @@ def _copy_finished(group: Group, operands: Operands, rows: tuple[int, ...], stra
         # In front of what waits for it: a kernel that has to be loaded is not loaded while another waits.
         launch_gemm(operands, STAGE, config, group=group, turn=here, releases=True)
         num_columns = -(-out.shape[1] // config.block_n)
-        for owner in owners:
-            with _beside(group, after=opened):
+        with _beside(group, after=opened):
+            for owner in owners:
                 if rows[owner]:
                     num_tiles = -(-rows[owner] // config.block_m) * num_columns
                     steps.launch_close(here, owner, num_tiles, world_size)
@@ -275,10 +275,9 @@ def _shard_of(operands: Operands, here: Turn, owner: int, out: torch.Tensor) -> 
 
 
 def _send_shard(here: Turn, owner: int, out: torch.Tensor) -> None:
-    first, count = here.plan.first_rows[owner], here.plan.rows[owner]
-    if count:
-        slot = here.slot(owner, here.rank, out.dtype, out.shape[1], 0)[:count]
-        slot.copy_(here.staging(out.dtype, out.shape[1])[first : first + count], non_blocking=True)
+    if here.plan.rows[owner]:
+        shard = here.shard_to_send(owner, out.dtype, out.shape[1])
+        here.shard_sent(owner, out.dtype, out.shape[1]).copy_(shard, non_blocking=True)
         here.flag(owner, 0).copy_(here.next, non_blocking=True)
 
 
@@ -288,6 +287,7 @@ def _own_part(operands: Operands, num_rows: int) -> Operands:
     return dataclasses.replace(operands, out=out.new_empty((num_rows, out.shape[1])))
 
 
+@functools.lru_cache(maxsize=1024)
 def pipelined_tiles(config: GemmConfig) -> GemmConfig:
     """Tiles as large as they go: one announcement per shard, and on the CPU one product."""
     return dataclasses.replace(config, block_m=1024, block_n=1024)

@@ -12,7 +12,8 @@ from tileflux import device as device_info
 from tileflux.config import GemmConfig
 from tileflux.kernels.gemm import _gemm_kernel
 from tileflux.kernels.loading import launching, load_once
-from tileflux.kernels.operands import GemmSpec, Operands, Role, make_spec
+from tileflux.kernels.operands import GemmSpec, Operands, Role, make_spec, scale_kind
+from tileflux.kernels.prepared import Kept, Launcher, Tile, relaunchable
 from tileflux.kernels.recording import current_recorder, reserve
 from tileflux.kernels.turns import Turn
 from tileflux.lang.policy import (
@@ -71,6 +72,14 @@ def launch_gemm(
     load_only: bool = False,
 ) -> None:
     """Queue the kernel on the current stream. ``releases``: this launch ends the call. ``load_only``: load it alone."""
+    kept = _plain if turn is None else turn.launches
+    key = _key(operands, role, config, group if turn is None else None, releases, use_tma)
+    known = kept.get(key)
+    if known is not None and current_recorder() is None and relaunchable(_gemm_kernel):
+        if not load_only:
+            with launching(group):
+                known.launch(operands, turn)
+        return
     x, weight, out = operands.x, operands.weight, operands.out
     num_rows = out.shape[0] if turn is None or role is SPREAD else sum(turn.plan.rows)
     num_feeders, num_multipliers = num_programs(config, group, role, num_rows, operands.num_columns, turn)
@@ -86,16 +95,13 @@ def launch_gemm(
         num_feeders=num_feeders, releases=releases, use_tma=use_tma, plain=is_virtual,
         records=current_recorder() is not None,
     )  # fmt: skip
-    table = _no_table(x.device) if turn is None else turn.table
+    numbers = (num_rows, operands.num_columns, operands.depth, x.stride(0), operands.weight_stride)
 
-    def launch(grid: int, spec: GemmSpec, descriptors: Descriptors) -> None:
-        bias = _address(operands.bias) if operands.adds_bias else 0
-        _gemm_kernel[(grid,)](
-            x.data_ptr(), weight.data_ptr(), out.data_ptr(),
-            bias, _address(operands.scale_x), _address(operands.scale_weight),
-            num_rows, operands.num_columns, operands.depth, x.stride(0), operands.weight_stride,
-            *descriptors, _address(trace), table,
-            ORDER=role.order, WAIT=role.wait, FINISH=role.finish, SPEC=spec,
+    def launch(grid: int, spec: GemmSpec, descriptors: Descriptors) -> object:
+        return _gemm_kernel[(grid,)](
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), *_addresses(operands), *numbers,
+            *descriptors, _address(trace), _no_table(x.device) if turn is None else turn.table,
+            *_constants(role, spec),
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
 
@@ -108,8 +114,68 @@ def launch_gemm(
         load_once(x.device, (role.name, variant, config), load, group)
     if not load_only:
         descriptors = _descriptors(operands, config, turn if role.gathers else None) if use_tma else _NONE
+        grid = num_feeders + num_multipliers
         with launching(group):
-            launch(num_feeders + num_multipliers, spec, descriptors)
+            compiled = launch(grid, spec, descriptors)
+        if trace is None and relaunchable(_gemm_kernel):
+            launcher = Launcher(compiled, x.device.index or 0, _constants(role, spec))
+            kept.keep(key, _Prepared(launcher, grid, numbers, descriptors))
+
+
+class _Prepared:
+    """A launch of which all but the addresses is known: what is left of ``launch_gemm`` for the next such call."""
+
+    __slots__ = ("_grid", "_launcher", "_numbers", "_rows", "_shapes")
+
+    def __init__(self, launcher: Launcher, grid: int, numbers: tuple[int, ...], descriptors: Descriptors) -> None:
+        self._launcher, self._grid, self._numbers = launcher, grid, numbers
+        a, rows, b = descriptors
+        self._shapes = None if a is None or b is None else (a.shape, a.strides, b.shape, b.strides)
+        # Where rows arrive is the turn's own, and stays where it is.
+        self._rows = None if rows is None else Tile(rows.base.data_ptr(), rows.shape, rows.strides)
+
+    def launch(self, operands: Operands, turn: Turn | None) -> None:
+        """Queue it with these addresses."""
+        x, weight = operands.x.data_ptr(), operands.weight.data_ptr()
+        a = b = None
+        if self._shapes is not None:
+            a_shape, a_strides, b_shape, b_strides = self._shapes
+            a, b = Tile(x, a_shape, a_strides), Tile(weight, b_shape, b_strides)
+        table = _no_table(operands.x.device) if turn is None else turn.table
+        self._launcher.launch(
+            self._grid, x, weight, operands.out.data_ptr(), *_addresses(operands), *self._numbers,
+            a, self._rows, b, 0, table,
+        )  # fmt: skip
+
+
+_plain: Kept[_Prepared] = Kept()
+"""Launches without a turn; those with one are kept by it, and go with it."""
+
+
+def _key(
+    operands: Operands, role: Role, config: GemmConfig, group: Group | None, releases: bool, use_tma: bool | None
+) -> tuple[object, ...]:
+    """Everything a launch depends on but addresses: of those only how they are aligned. The turn is not in it."""
+    x, weight, out, bias = operands.x, operands.weight, operands.out, operands.bias
+    return (
+        role, config, None if group is None else group.name, releases, use_tma,
+        x.device, x.dtype, x.shape, x.stride(), x.data_ptr() % 16,
+        weight.dtype, weight.shape, weight.stride(), weight.data_ptr() % 16,
+        out.dtype, out.shape, out.data_ptr() % 16,
+        None if bias is None else bias.dtype, operands.adds_bias, operands.activation,
+        scale_kind(operands.scale_x), scale_kind(operands.scale_weight),
+        torch.backends.cuda.matmul.fp32_precision if x.dtype is torch.float32 else "",
+    )  # fmt: skip
+
+
+def _addresses(operands: Operands) -> tuple[int, int, int]:
+    """Of bias and scales."""
+    bias = operands.bias if operands.adds_bias else None
+    return _address(bias), _address(operands.scale_x), _address(operands.scale_weight)
+
+
+def _constants(role: Role, spec: GemmSpec) -> tuple[object, ...]:
+    return role.order, role.wait, role.finish, spec
 
 
 def _family(operands: Operands, role: Role, config: GemmConfig, spec: GemmSpec) -> list[GemmSpec]:

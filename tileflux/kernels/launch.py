@@ -101,6 +101,7 @@ class DeviceTables:
     def __init__(self, device: torch.device, num_words: int) -> None:
         self._on_gpu = device.type == "cuda"
         self._device = torch.empty((_NUM_ROWS, num_words), dtype=torch.int64, device=device)
+        self._views = self._device.unbind()
         self._free = list(range(_NUM_ROWS))
         self._rows: dict[Hashable, int] = {}
         self._captured: set[Hashable] = set()
@@ -115,16 +116,16 @@ class DeviceTables:
             row = self._rows[key] = self._upload(words())
         if capturing:
             self._captured.add(key)  # replays read the row for as long as the group lives
-        return self._device[row]
+        return self._views[row]
 
     def _upload(self, words: Sequence[int]) -> int:
         if not self._free:
             self._make_room()
         row = self._free.pop()
         if self._on_gpu:
-            launch_fill(self._device[row], words)
+            launch_fill(self._views[row], words)
         else:
-            self._device[row] = torch.tensor(words, dtype=torch.int64)
+            self._views[row].copy_(torch.tensor(words, dtype=torch.int64))
         return row
 
     def _make_room(self) -> None:

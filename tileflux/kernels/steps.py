@@ -13,6 +13,7 @@ import triton.language as tl
 
 from tileflux.kernels.loading import launching
 from tileflux.kernels.operands import ELEMENTS
+from tileflux.kernels.prepared import launch_step
 from tileflux.kernels.turns import Turn
 from tileflux.lang.policy import await_word, slot, sum_slots
 from tileflux.lang.remote import typed
@@ -52,53 +53,48 @@ _NUM_WARPS = 8
 def launch_feed(turn: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, num_feeders: int, world_size: int) -> None:
     """Send ``x``, and the scales of its rows, to every peer."""
     scale = 0 if scale_x is None else scale_x.data_ptr()
+    arguments = (x.data_ptr(), scale, x.shape[1] * x.element_size(), turn.table)
     with launching(turn.group):
-        _feed_kernel[(num_feeders,)](
-            x.data_ptr(), scale, x.shape[1] * x.element_size(), turn.table,
-            SCALED=scale_x is not None, WORLD=world_size, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
-        )  # fmt: skip
+        launch_step(_feed_kernel, num_feeders, arguments, (scale_x is not None, world_size, _BLOCK), _NUM_WARPS)
 
 
-def launch_open(turn: Turn, world_size: int) -> None:
+def launch_open(turn: Turn, world_size: int, num_programs: int = 1) -> None:
     """Before copies send this rank's rows: wait until every peer's buffer is free."""
     with launching(turn.group):
-        _open_kernel[(1,)](turn.table, WORLD=world_size, num_warps=1)
+        launch_step(_open_kernel, num_programs, (turn.table,), (world_size,), 1)
 
 
-def launch_await(turn: Turn, source: int, chunk: int, world_size: int) -> None:
+def launch_await(turn: Turn, source: int, chunk: int, world_size: int, num_programs: int = 1) -> None:
     """Let the stream wait for a chunk of ``source``'s rows."""
     with launching(turn.group):
-        _await_kernel[(1,)](source, chunk, turn.table, WORLD=world_size, num_warps=1)
+        launch_step(_await_kernel, num_programs, (source, chunk, turn.table), (world_size,), 1)
 
 
-def launch_close(turn: Turn, owner: int, num_tiles: int, world_size: int) -> None:
+def launch_close(turn: Turn, owner: int, num_tiles: int, world_size: int, num_programs: int = 1) -> None:
     """Let the stream wait until so many tiles of ``owner``'s shard have been counted."""
     with launching(turn.group):
-        _close_kernel[(1,)](owner, num_tiles, turn.table, WORLD=world_size, num_warps=1)
+        launch_step(_close_kernel, num_programs, (owner, num_tiles, turn.table), (world_size,), 1)
 
 
 def launch_push(turn: Turn, partial: torch.Tensor, owner: int, num_feeders: int, world_size: int) -> None:
     """Send a shard of partial sums to its owner."""
+    arguments = (partial.data_ptr(), partial.nbytes, owner, turn.table)
     with launching(turn.group):
-        _push_kernel[(num_feeders,)](
-            partial.data_ptr(), partial.nbytes, owner, turn.table, WORLD=world_size, BLOCK=_BLOCK, num_warps=_NUM_WARPS
-        )
+        launch_step(_push_kernel, num_feeders, arguments, (world_size, _BLOCK), _NUM_WARPS)
 
 
 def launch_sum(turn: Turn, out: torch.Tensor, num_programs: int, world_size: int) -> None:
     """Wait for all ranks' partial sums of this rank's shard, and add them up."""
-    aligned = out.data_ptr() % 16 == 0
+    address = out.data_ptr()
+    constants = (ELEMENTS[out.dtype], address % 16 == 0, world_size, _BLOCK)
     with launching(turn.group):
-        _sum_kernel[(num_programs,)](
-            out.data_ptr(), out.numel(), turn.table,
-            TYPE=ELEMENTS[out.dtype], ALIGNED=aligned, WORLD=world_size, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
-        )  # fmt: skip
+        launch_step(_sum_kernel, num_programs, (address, out.numel(), turn.table), constants, _NUM_WARPS)
 
 
-def launch_release(turn: Turn, world_size: int) -> None:
+def launch_release(turn: Turn, world_size: int, num_programs: int = 1) -> None:
     """This rank has finished the call."""
     with launching(turn.group):
-        _release_kernel[(1,)](turn.table, WORLD=world_size, num_warps=1)
+        launch_step(_release_kernel, num_programs, (turn.table,), (world_size,), 1)
 
 
 def read_clock(device: torch.device) -> torch.Tensor:
@@ -114,15 +110,13 @@ def load(turn: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.T
     """Compile and load all of them, with nothing to do."""
     launch_feed(turn, x, scale_x, 0, world_size)
     launch_push(turn, out, 0, 0, world_size)
-    _open_kernel[(0,)](turn.table, WORLD=world_size, num_warps=1)
-    _close_kernel[(0,)](0, 0, turn.table, WORLD=world_size, num_warps=1)
-    _await_kernel[(0,)](0, 0, turn.table, WORLD=world_size, num_warps=1)
-    _release_kernel[(0,)](turn.table, WORLD=world_size, num_warps=1)
+    launch_open(turn, world_size, 0)
+    launch_close(turn, 0, 0, world_size, 0)
+    launch_await(turn, 0, 0, world_size, 0)
+    launch_release(turn, world_size, 0)
     for aligned in (False, True):
-        _sum_kernel[(0,)](
-            0, 0, turn.table,
-            TYPE=ELEMENTS[out.dtype], ALIGNED=aligned, WORLD=world_size, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
-        )  # fmt: skip
+        constants = (ELEMENTS[out.dtype], aligned, world_size, _BLOCK)
+        launch_step(_sum_kernel, 0, (0, 0, turn.table), constants, _NUM_WARPS)
 
 
 @triton.jit(do_not_specialize=("x", "scale_x", "row_bytes", "table_ptr"))

@@ -10,12 +10,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 
 from tileflux.config import CONTROL, MAX_CHUNKS, TABLE, GemmConfig
 from tileflux.kernels.launch import DeviceTables
+from tileflux.kernels.prepared import Kept
 from tileflux.symm.group import Group
 from tileflux.symm.host_signal import HostWords, wrap
 
@@ -25,6 +28,24 @@ _ALIGNMENT = 256
 _MAX_TURNS = 1024
 _turns: weakref.WeakKeyDictionary[Group, dict[ShardPlan, Turn]] = weakref.WeakKeyDictionary()
 _tables: weakref.WeakKeyDictionary[Group, DeviceTables] = weakref.WeakKeyDictionary()
+
+Method = TypeVar("Method", bound=Callable[..., torch.Tensor])
+
+
+def _made_once(make: Method) -> Method:
+    """Keep the views a turn makes: each is several microseconds of a call."""
+    name = make.__name__
+
+    @functools.wraps(make)
+    def find(self: Turn, *arguments: Any, **named: Any) -> torch.Tensor:
+        key = (name, *arguments, *named.items())
+        found = self._views.get(key)
+        if found is None:
+            found = make(self, *arguments, **named)
+            self._views.keep(key, found)
+        return found
+
+    return cast(Method, find)
 
 
 @dataclass(frozen=True)
@@ -42,6 +63,13 @@ class ShardPlan:
     scales: int = 0
     by_copies: bool = False
     """Products are copied to their owners: instead of a second half of slots, the buffer holds what is to be copied."""
+
+    def __hash__(self) -> int:
+        return self._hash  # made once: every call looks its turn up by the plan
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
 
     @functools.cached_property
     def first_rows(self) -> tuple[int, ...]:
@@ -137,6 +165,9 @@ class Turn:
         self.key = (plan, self._flags.address(group.rank), self._data.address(group.rank))
         self.table: torch.Tensor
         """The plan as kernels read it; set by ``turn``."""
+        self.launches: Kept[Any] = Kept()
+        """What ``launch_gemm`` keeps for the next call."""
+        self._views: Kept[torch.Tensor] = Kept()
 
     @property
     def group(self) -> Group:
@@ -162,7 +193,7 @@ class Turn:
 
     def gathered(self, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
         """This rank's buffer of gathered rows; its own rows are not among them."""
-        return self._data.view(dtype=dtype, shape=(sum(self.plan.rows), num_columns))
+        return self.rows_at(self.rank, dtype, num_columns)
 
     def gathered_scales(self) -> torch.Tensor:
         """The scales of the gathered rows; one's own are not among them."""
@@ -179,10 +210,18 @@ class Turn:
         """Calls of this op that this rank has finished."""
         return self._words_of[0][self.rank].load(CONTROL.epoch)
 
+    @_made_once
     def rows_at(self, owner: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
         """``owner``'s buffer for gathered rows."""
         return self._data.view(owner, dtype, (sum(self.plan.rows), num_columns))
 
+    @_made_once
+    def chunk_at(self, owner: int, index: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
+        """Where a chunk of this rank's rows goes in ``owner``'s buffer."""
+        first, rows = self.plan.first_rows[self.rank], self.plan.chunk(self.rank, index)
+        return self.rows_at(owner, dtype, num_columns)[first + rows.start : first + rows.stop]
+
+    @_made_once
     def scales_at(self, owner: int) -> torch.Tensor:
         """``owner``'s buffer for gathered scales."""
         begin = self.plan.scales
@@ -192,38 +231,58 @@ class Turn:
         self, owner: int, source: int, dtype: torch.dtype, num_columns: int, epoch: int | None = None
     ) -> torch.Tensor:
         """``source``'s slot at ``owner`` in the half that call number ``epoch``, by default this one, uses."""
+        half = 0 if self.plan.by_copies else (self.epoch() if epoch is None else epoch) & 1
+        return self._slot(owner, source, dtype, num_columns, half)
+
+    @_made_once
+    def _slot(self, owner: int, source: int, dtype: torch.dtype, num_columns: int, half: int) -> torch.Tensor:
         plan = self.plan
-        half = 0 if plan.by_copies else (self.epoch() if epoch is None else epoch) & 1
         begin = half * self._half_bytes + source * plan.slot_bytes
         num_rows = max(1, *plan.rows)
         size = num_rows * num_columns * dtype.itemsize
         return self._data.view(owner)[begin : begin + size].view(dtype).view(num_rows, num_columns)
 
+    @_made_once
     def staging(self, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
         """This rank's products of all rows, on their way to their owners. Its own rows are not among them."""
         shape = (sum(self.plan.rows), num_columns)
         size = shape[0] * num_columns * dtype.itemsize
         return self._data.view()[self._half_bytes : self._half_bytes + size].view(dtype).view(shape)
 
+    @_made_once
+    def shard_to_send(self, owner: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
+        """The rows of ``staging`` that ``owner`` will sum."""
+        first = self.plan.first_rows[owner]
+        return self.staging(dtype, num_columns)[first : first + self.plan.rows[owner]]
+
+    @_made_once
+    def shard_sent(self, owner: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
+        """Where they go."""
+        return self.slot(owner, self.rank, dtype, num_columns, 0)[: self.plan.rows[owner]]
+
+    @_made_once
     def staged(self, owner: int) -> torch.Tensor:
         """The word that says of which call ``owner``'s shard was the last to be complete in ``staging``."""
         place = CONTROL.counters(self._world_size) + owner * MAX_CHUNKS + 1
         return self._control.view(dtype=torch.int32)[place : place + 1]
 
+    @_made_once
     def flag(self, owner: int, index: int, source: int | None = None) -> torch.Tensor:
         """The word at ``owner`` by which ``source``, by default this rank, announces chunk or tile ``index``."""
         place = self._place(self.rank if source is None else source, index)
         return self.flags(owner)[place : place + 1]
 
+    @_made_once
     def flags(self, owner: int) -> torch.Tensor:
         """All flags in ``owner``'s memory: those of all sources for chunk or tile 0, then for 1, and so on."""
         return self._flags.view(owner, torch.int32)
 
-    @property
+    @functools.cached_property
     def next(self) -> torch.Tensor:
         """The word that holds what flags of the running call are set to, once the call has been opened."""
         return self._control.view(dtype=torch.int32)[CONTROL.next : CONTROL.next + 1]
 
+    @_made_once
     def ack(self, owner: int, peer: int) -> torch.Tensor:
         """The word in ``owner``'s memory that says how many calls ``peer`` has finished."""
         place = CONTROL.ack + peer

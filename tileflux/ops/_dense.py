@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tileflux.config import GemmConfig, GemmProblem
 from tileflux.kernels.operands import ELEMENTS, Operands
@@ -19,6 +21,7 @@ __all__ = [
     "ACTIVATIONS",
     "FLOATS",
     "as_scale",
+    "call_key",
     "check_dense",
     "check_strategy",
     "choose",
@@ -36,7 +39,42 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
 _FP8_CAPABILITY = (8, 9)
 _INT8_DEPTH = 2**31 // 128**2 - 1
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _log = logging.getLogger("tileflux")
+
+
+def call_key(tensors: Iterable[Any], group: Any, *options: object) -> tuple[object, ...] | None:
+    """What the checks of a call look at: a call with the same key needs no check again, and no dispatcher.
+
+    None for a call that the dispatcher must see: traced, transformed, with a gradient, or with something in the place
+    of a tensor that is none. A scale given as a number is checked by its type alone.
+    """
+    if torch.compiler.is_compiling() or not _is_eager() or not (group is None or isinstance(group, Group)):
+        return None
+    needs_gradient = torch.is_grad_enabled()
+    key: list[object] = [None if group is None else group.name, *options]
+    for tensor in tensors:
+        kind = type(tensor)
+        if kind in _PLAIN:
+            if tensor.layout is not torch.strided or tensor.is_neg() or (needs_gradient and tensor.requires_grad):
+                return None
+            key += (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        elif tensor is None or kind is float or kind is int:
+            key.append(kind)
+        else:
+            return None
+    return tuple(key)
+
+
+def _is_eager() -> bool:
+    """Whether nothing stands between a call and its kernels: no mode, no transform, no tracer."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._get_tracing_state() is None
+        and forward_ad._current_level < 0
+    )
 
 
 def check_dense(
@@ -78,9 +116,7 @@ def check_dense(
     _check_scale(op, "scale_weight", scale_weight, weight)
 
 
-def _check_place(
-    op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Any
-) -> None:
+def _check_place(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Any) -> None:
     tensors = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     for name, tensor in tensors.items():
         if op != "gemm":
@@ -159,10 +195,15 @@ def refuse_gradient(op: str, x: torch.Tensor, activation: str | None, *others: t
 def choose(problem: GemmProblem, strategy: str, config: GemmConfig | None) -> Choice:
     """The looked-up choice, with what the caller insists on put in its place."""
     choice = lookup(problem)
+    if strategy == "auto" and choice.strategy != "fused" and problem.world_size > 1:
+        _say_once(problem.op, choice.strategy, choice.reason)
+    return choice if strategy == "auto" and config is None else _insist(choice, strategy, config)
+
+
+@functools.lru_cache(maxsize=1024)
+def _insist(choice: Choice, strategy: str, config: GemmConfig | None) -> Choice:
     if strategy != "auto":
         choice = dataclasses.replace(choice, strategy=strategy, reason="asked for")
-    elif choice.strategy != "fused" and problem.world_size > 1:
-        _say_once(problem.op, choice.strategy, choice.reason)
     return choice if config is None else dataclasses.replace(choice, config=config)
 
 
@@ -176,6 +217,7 @@ def config_text(config: GemmConfig | None) -> str:
     return "" if config is None else " ".join(str(value or 0) for value in dataclasses.astuple(config))
 
 
+@functools.lru_cache(maxsize=1024)
 def config_from(text: str) -> GemmConfig | None:
     """The inverse of ``config_text``."""
     if not text:
@@ -192,14 +234,18 @@ def make_operands(
     scale_x: torch.Tensor | None,
     scale_weight: torch.Tensor | None,
     activation: str | None = None,
+    adds_bias: bool = True,
 ) -> Operands:
     """Operands as kernels want them: contiguous vectors, nothing that requires a gradient."""
     return Operands(
-        x.detach(), weight.detach(), out,
+        x.detach() if x.requires_grad else x,
+        weight.detach() if weight.requires_grad else weight,
+        out,
         bias=None if bias is None else bias.detach().contiguous(),
         scale_x=None if scale_x is None else scale_x.contiguous(),
         scale_weight=None if scale_weight is None else scale_weight.contiguous(),
         activation=activation or None,
+        adds_bias=adds_bias,
     )  # fmt: skip
 
 

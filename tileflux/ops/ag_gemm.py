@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tileflux.config import GemmConfig
+from tileflux.config import GemmConfig, GemmProblem
 from tileflux.kernels.dense import run_gather
 from tileflux.kernels.library import multiply_tiles
+from tileflux.kernels.prepared import Kept
 from tileflux.ops import _dense
 from tileflux.ops._call import begin, check_out, check_sizes, dense, guarded
 from tileflux.ops._library import eager_only, register
@@ -66,24 +67,57 @@ def ag_gemm(
         _as_list(name, given, len(weights), single)
         for name, given in (("bias", bias), ("scale_weight", scale_weight), ("out", out))
     )
-    for index, each in enumerate(weights):
-        pair = (biases[index] if biases else None, scale_x, scales[index] if scales else None)
-        _dense.check_dense("ag_gemm", x, each, *pair, activation, group)
-    _dense.check_strategy("ag_gemm", strategy, config)
-    rows = [x.shape[0]] * group.world_size if sizes is None else list(check_sizes("ag_gemm", "sizes", sizes, group))
-    if rows[group.rank] != x.shape[0]:
-        raise ValueError(f"ag_gemm: x has {x.shape[0]} rows but sizes[{group.rank}] is {rows[group.rank]}")
-    kind = _dense.out_type("ag_gemm", x, out_dtype)
-    _dense.refuse_gradient("ag_gemm", x, activation, *weights, *biases, scale_x, *scales)
+    sizes = None if sizes is None else tuple(sizes)
+    tensors, counts = (x, scale_x, *weights, *biases, *scales), (len(weights), len(biases))
+    key = _dense.call_key(tensors, group, counts, sizes, activation, out_dtype, strategy, config)
+    known = None if key is None else _known.find(key)  # the compiler would guard all that is kept
+    if known is None:
+        rows = _check(x, weights, biases, scale_x, scales, group, sizes, activation)
+        _dense.check_strategy("ag_gemm", strategy, config)
+        kind = _dense.out_type("ag_gemm", x, out_dtype)
+    else:
+        rows, kind, problem = known
     scale_list: list[Any] = [_dense.as_scale(scale, x) for scale in scales]
-    arguments = (
-        x, weights, biases, _dense.as_scale(scale_x, x), scale_list, group.name, rows, activation or "", kind,
-        strategy, return_gathered, _dense.config_text(config),
-    )  # fmt: skip
-    results = torch.ops.tileflux.ag_gemm(*arguments) if not outs else _run(*arguments, outs)
+    operands = (x, weights, biases, _dense.as_scale(scale_x, x), scale_list)
+    if known is None:
+        arguments = (
+            *operands, group.name, list(rows), activation or "", kind, strategy, return_gathered,
+            _dense.config_text(config),
+        )  # fmt: skip
+        results = torch.ops.tileflux.ag_gemm(*arguments) if not outs else _run(*arguments, outs)
+        if key is not None:
+            _known.keep(key, (rows, kind, _problem(x, weights, group, rows, activation or "")))
+    else:
+        results = _multiply(
+            *operands, group, rows, activation or "", kind, strategy, return_gathered, problem, config, outs
+        )
     gathered = results[len(weights) :]
     values = results[0] if single else tuple(results[: len(weights)])
     return (values, gathered[0]) if return_gathered else values
+
+
+_known: Kept[tuple[tuple[int, ...], torch.dtype, GemmProblem]] = Kept()
+
+
+def _check(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    scale_x: torch.Tensor | float | None,
+    scales: list[torch.Tensor | float],
+    group: Group,
+    sizes: tuple[int, ...] | None,
+    activation: str | None,
+) -> tuple[int, ...]:
+    """Rows by rank of a call that is in order."""
+    for index, each in enumerate(weights):
+        pair = (biases[index] if biases else None, scale_x, scales[index] if scales else None)
+        _dense.check_dense("ag_gemm", x, each, *pair, activation, group)
+    rows = (x.shape[0],) * group.world_size if sizes is None else check_sizes("ag_gemm", "sizes", sizes, group)
+    if rows[group.rank] != x.shape[0]:
+        raise ValueError(f"ag_gemm: x has {x.shape[0]} rows but sizes[{group.rank}] is {rows[group.rank]}")
+    _dense.refuse_gradient("ag_gemm", x, activation, *weights, *biases, scale_x, *scales)
+    return rows
 
 
 def _as_list(name: str, given: Any, num_weights: int, single: bool) -> list[Any]:
@@ -113,15 +147,45 @@ def _run(
     config: str,
     outs: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    group, num_rows, depth = group_by_name(group_name), sum(rows), x.shape[1]
-    widths = [_width(weight, activation) for weight in weights]
-    results = [
-        check_out("ag_gemm", outs[i] if outs else None, (num_rows, n), x, dtype=out_dtype, others=(*weights, *biases))
-        for i, n in enumerate(widths)
-    ]
+    group, shards = group_by_name(group_name), tuple(rows)
+    problem, given = _problem(x, weights, group, shards, activation), _dense.config_from(config)
+    return _multiply(
+        x, weights, biases, scale_x, scale_weights, group, shards, activation, out_dtype, strategy, return_gathered,
+        problem, given, outs or [],
+    )  # fmt: skip
+
+
+def _problem(
+    x: torch.Tensor, weights: list[torch.Tensor], group: Group, rows: tuple[int, ...], activation: str
+) -> GemmProblem:
+    widest = max(_width(weight, activation) for weight in weights)
+    return problem_for("ag_gemm", sum(rows), widest, x.shape[1], x.dtype, x.device, group, activation)
+
+
+@eager_only
+def _multiply(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    scale_x: torch.Tensor | None,
+    scale_weights: list[torch.Tensor],
+    group: Group,
+    rows: tuple[int, ...],
+    activation: str,
+    out_dtype: torch.dtype,
+    strategy: str,
+    return_gathered: bool,
+    problem: GemmProblem,
+    config: GemmConfig | None,
+    outs: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    num_rows, depth = problem.m, problem.k
+    results = []
+    for i, weight in enumerate(weights):
+        shape, others = (num_rows, _width(weight, activation)), (*weights, *biases)
+        results.append(check_out("ag_gemm", outs[i] if outs else None, shape, x, dtype=out_dtype, others=others))
     gathered = x.new_empty((num_rows, depth)) if return_gathered else None
-    problem = problem_for("ag_gemm", num_rows, max(widths), depth, x.dtype, x.device, group, activation)
-    choice = _dense.choose(problem, strategy, _dense.config_from(config))
+    choice = _dense.choose(problem, strategy, config)
     same = (rows, depth, x.dtype, choice.strategy, choice.config.num_chunks, scale_x is None, return_gathered)
     begin("ag_gemm", group, same)
     x = dense(x)
@@ -141,7 +205,7 @@ def _run(
             for part in parts:
                 multiply_tiles(part, choice.config)
         else:
-            run_gather(group, parts, tuple(rows), choice.strategy, choice.config, gathered)
+            run_gather(group, parts, rows, choice.strategy, choice.config, gathered)
     return results if gathered is None else [*results, gathered]
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from tileflux.config import GemmConfig
+from tileflux.config import GemmConfig, GemmProblem
 from tileflux.kernels.library import multiply_tiles
+from tileflux.kernels.prepared import Kept
 from tileflux.ops import _dense
 from tileflux.ops._call import check_out
 from tileflux.ops._library import eager_only, register
@@ -43,16 +44,25 @@ def gemm(
     ``activation``: relu, gelu, silu, or swiglu over a packed weight. Scales go with fp8 and int8 and are numbers,
     scalar tensors, or fp32 vectors over rows of ``x`` and of ``weight``.
     """
+    key = _dense.call_key((x, weight, bias, scale_x, scale_weight), None, activation, out_dtype, config)
+    known = None if key is None else _known.find(key)  # the compiler would guard all that is kept
+    if known is not None:
+        kind, problem = known
+        scales = _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x)
+        return _multiply(x, weight, bias, *scales, activation or "", kind, problem, config, out)
     _dense.check_dense("gemm", x, weight, bias, scale_x, scale_weight, activation)
     _dense.check_strategy("gemm", "auto", config)
     kind = _dense.out_type("gemm", x, out_dtype)
     _dense.refuse_gradient("gemm", x, activation, weight, bias, scale_x, scale_weight)
     scales = _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x)
-    text = _dense.config_text(config)
-    if out is None:
-        result: torch.Tensor = torch.ops.tileflux.gemm(x, weight, bias, *scales, activation or "", kind, text)
-        return result
-    return _run(x, weight, bias, *scales, activation or "", kind, text, out)
+    arguments = (x, weight, bias, *scales, activation or "", kind, _dense.config_text(config))
+    result: torch.Tensor = torch.ops.tileflux.gemm(*arguments) if out is None else _run(*arguments, out)
+    if key is not None:
+        _known.keep(key, (kind, _problem(x, weight, activation or "")))
+    return result
+
+
+_known: Kept[tuple[torch.dtype, GemmProblem]] = Kept()
 
 
 @eager_only
@@ -67,10 +77,31 @@ def _run(
     config: str,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    problem = _problem(x, weight, activation)
+    given = _dense.config_from(config)
+    return _multiply(x, weight, bias, scale_x, scale_weight, activation, out_dtype, problem, given, out)
+
+
+def _problem(x: torch.Tensor, weight: torch.Tensor, activation: str) -> GemmProblem:
     num_columns = weight.shape[0] // 2 if activation == "swiglu" else weight.shape[0]
-    out = check_out("gemm", out, (x.shape[0], num_columns), x, dtype=out_dtype, others=(weight, bias))
-    problem = problem_for("gemm", x.shape[0], num_columns, x.shape[1], x.dtype, x.device, None, activation)
-    choice = _dense.choose(problem, "auto", _dense.config_from(config))
+    return problem_for("gemm", x.shape[0], num_columns, x.shape[1], x.dtype, x.device, None, activation)
+
+
+@eager_only
+def _multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale_x: torch.Tensor | None,
+    scale_weight: torch.Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype,
+    problem: GemmProblem,
+    config: GemmConfig | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    out = check_out("gemm", out, (problem.m, problem.n), x, dtype=out_dtype, others=(weight, bias))
+    choice = _dense.choose(problem, "auto", config)
     x = _dense.row_major(x)
     with torch.cuda.device(x.device if x.is_cuda else -1):
         multiply_tiles(_dense.make_operands(x, weight, out, bias, scale_x, scale_weight, activation), choice.config)

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tileflux.config import GemmConfig
+from tileflux.config import GemmConfig, GemmProblem
 from tileflux.kernels.dense import gather_rows, multiply, run_scatter, run_spread
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import split_rows
+from tileflux.kernels.prepared import Kept
 from tileflux.ops import _dense
 from tileflux.ops._call import begin, check_out, guarded
 from tileflux.ops._library import eager_only, register
@@ -55,6 +56,13 @@ def gemm_ar(
 
     ``algorithm``: auto, one_shot or two_shot. The pipelined strategy goes in two shots.
     """
+    tensors = (x, weight, bias, scale_x, scale_weight)
+    key = _dense.call_key(tensors, group, algorithm, out_dtype, strategy, config)
+    known = None if key is None else _known.find(key)  # the compiler would guard all that is kept
+    if known is not None:
+        kind, problem = known
+        scales = _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x)
+        return _multiply(x, weight, bias, *scales, group, algorithm, kind, strategy, problem, config, out)
     _dense.check_dense("gemm_ar", x, weight, bias, scale_x, scale_weight, None, group)
     _dense.check_strategy("gemm_ar", strategy, config)
     _dense.refuse_gradient("gemm_ar", x, None, weight, bias, scale_x, scale_weight)
@@ -62,14 +70,18 @@ def gemm_ar(
         raise ValueError(f"gemm_ar: algorithm={algorithm!r} is not one of {', '.join(ALGORITHMS)}")
     if strategy == "pipelined" and algorithm == "one_shot":
         raise ValueError("gemm_ar: strategy='pipelined' sends finished shards, which is two_shot; leave algorithm away")
+    kind = _dense.out_type("gemm_ar", x, out_dtype)
     arguments = (
         x, weight, bias, _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x), group.name, algorithm,
-        _dense.out_type("gemm_ar", x, out_dtype), strategy, _dense.config_text(config),
+        kind, strategy, _dense.config_text(config),
     )  # fmt: skip
-    if out is None:
-        result: torch.Tensor = torch.ops.tileflux.gemm_ar(*arguments)
-        return result
-    return _run(*arguments, out)
+    result: torch.Tensor = torch.ops.tileflux.gemm_ar(*arguments) if out is None else _run(*arguments, out)
+    if key is not None:
+        _known.keep(key, (kind, _problem(x, weight, group)))
+    return result
+
+
+_known: Kept[tuple[torch.dtype, GemmProblem]] = Kept()
 
 
 @eager_only
@@ -86,18 +98,43 @@ def _run(
     config: str,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    group, num_rows, num_columns = group_by_name(group_name), x.shape[0], weight.shape[0]
+    group = group_by_name(group_name)
+    problem, given = _problem(x, weight, group), _dense.config_from(config)
+    scales = scale_x, scale_weight
+    return _multiply(x, weight, bias, *scales, group, algorithm, out_dtype, strategy, problem, given, out)
+
+
+def _problem(x: torch.Tensor, weight: torch.Tensor, group: Group) -> GemmProblem:
+    return problem_for("gemm_ar", x.shape[0], weight.shape[0], x.shape[1], x.dtype, x.device, group)
+
+
+@eager_only
+def _multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale_x: torch.Tensor | None,
+    scale_weight: torch.Tensor | None,
+    group: Group,
+    algorithm: str,
+    out_dtype: torch.dtype,
+    strategy: str,
+    problem: GemmProblem,
+    config: GemmConfig | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    num_rows, num_columns = problem.m, problem.n
     out = check_out("gemm_ar", out, (num_rows, num_columns), x, dtype=out_dtype, others=(weight, bias))
-    problem = problem_for("gemm_ar", num_rows, num_columns, x.shape[1], x.dtype, x.device, group)
-    choice = _dense.choose(problem, strategy, _dense.config_from(config))
+    choice = _dense.choose(problem, strategy, config)
     if algorithm != "auto":
         choice = dataclasses.replace(choice, algorithm=algorithm)
     tile = (choice.config.block_m, choice.config.block_n)
     same = (num_rows, num_columns, x.dtype, out_dtype, choice.strategy, choice.algorithm, tile, bias is None)
     begin("gemm_ar", group, same)
     if 0 not in (num_rows, num_columns):
-        operands = _dense.make_operands(_dense.row_major(x), weight, out, bias, scale_x, scale_weight)
-        operands = dataclasses.replace(operands, adds_bias=group.rank == 0)
+        operands = _dense.make_operands(
+            _dense.row_major(x), weight, out, bias, scale_x, scale_weight, adds_bias=group.rank == 0
+        )
         with guarded(group):
             _sum_products(group, operands, choice)
     return out

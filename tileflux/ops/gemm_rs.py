@@ -16,16 +16,16 @@ last program of the launch tells the peers that it has read. The gradient is ``a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tileflux.config import GemmConfig
+from tileflux.config import GemmConfig, GemmProblem
 from tileflux.kernels.dense import run_scatter
 from tileflux.kernels.plan import split_rows
+from tileflux.kernels.prepared import Kept
 from tileflux.ops import _dense
 from tileflux.ops._call import begin, check_out, check_sizes, guarded
 from tileflux.ops._library import eager_only, register
@@ -55,6 +55,14 @@ def gemm_rs(
 
     Every rank passes the bias; rank 0's is used. ``sizes``: rows each rank gets; every rank passes the same list.
     """
+    tensors = (x, weight, bias, scale_x, scale_weight)
+    sizes = None if sizes is None else tuple(sizes)
+    key = _dense.call_key(tensors, group, sizes, out_dtype, strategy, config)
+    known = None if key is None else _known.find(key)  # the compiler would guard all that is kept
+    if known is not None:
+        rows, kind, problem = known
+        scales = _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x)
+        return _multiply(x, weight, bias, *scales, group, rows, kind, strategy, problem, config, out)
     _dense.check_dense("gemm_rs", x, weight, bias, scale_x, scale_weight, None, group)
     _dense.check_strategy("gemm_rs", strategy, config)
     _dense.refuse_gradient("gemm_rs", x, None, weight, bias, scale_x, scale_weight)
@@ -62,14 +70,18 @@ def gemm_rs(
         rows = split_rows(x.shape[0], group.world_size)
     else:
         rows = check_sizes("gemm_rs", "sizes", sizes, group, total=x.shape[0])
+    kind = _dense.out_type("gemm_rs", x, out_dtype)
     arguments = (
         x, weight, bias, _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x), group.name, list(rows),
-        _dense.out_type("gemm_rs", x, out_dtype), strategy, _dense.config_text(config),
+        kind, strategy, _dense.config_text(config),
     )  # fmt: skip
-    if out is None:
-        result: torch.Tensor = torch.ops.tileflux.gemm_rs(*arguments)
-        return result
-    return _run(*arguments, out)
+    result: torch.Tensor = torch.ops.tileflux.gemm_rs(*arguments) if out is None else _run(*arguments, out)
+    if key is not None:
+        _known.keep(key, (rows, kind, _problem(x, weight, group)))
+    return result
+
+
+_known: Kept[tuple[tuple[int, ...], torch.dtype, GemmProblem]] = Kept()
 
 
 @eager_only
@@ -86,17 +98,42 @@ def _run(
     config: str,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    group, num_columns = group_by_name(group_name), weight.shape[0]
+    group = group_by_name(group_name)
+    problem, given = _problem(x, weight, group), _dense.config_from(config)
+    scales = scale_x, scale_weight
+    return _multiply(x, weight, bias, *scales, group, tuple(rows), out_dtype, strategy, problem, given, out)
+
+
+def _problem(x: torch.Tensor, weight: torch.Tensor, group: Group) -> GemmProblem:
+    return problem_for("gemm_rs", x.shape[0], weight.shape[0], x.shape[1], x.dtype, x.device, group)
+
+
+@eager_only
+def _multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale_x: torch.Tensor | None,
+    scale_weight: torch.Tensor | None,
+    group: Group,
+    rows: tuple[int, ...],
+    out_dtype: torch.dtype,
+    strategy: str,
+    problem: GemmProblem,
+    config: GemmConfig | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    num_columns = problem.n
     out = check_out("gemm_rs", out, (rows[group.rank], num_columns), x, dtype=out_dtype, others=(weight, bias))
-    problem = problem_for("gemm_rs", sum(rows), num_columns, x.shape[1], x.dtype, x.device, group)
-    choice = _dense.choose(problem, strategy, _dense.config_from(config))
+    choice = _dense.choose(problem, strategy, config)
     tile = (choice.config.block_m, choice.config.block_n)
     begin("gemm_rs", group, (rows, num_columns, x.dtype, out_dtype, choice.strategy, tile, bias is None))
-    if 0 not in (sum(rows), num_columns):
-        operands = _dense.make_operands(_dense.row_major(x), weight, out, bias, scale_x, scale_weight)
-        operands = dataclasses.replace(operands, adds_bias=group.rank == 0)
+    if 0 not in (problem.m, num_columns):
+        operands = _dense.make_operands(
+            _dense.row_major(x), weight, out, bias, scale_x, scale_weight, adds_bias=group.rank == 0
+        )
         with guarded(group):
-            run_scatter(group, operands, tuple(rows), choice.strategy, choice.config)
+            run_scatter(group, operands, rows, choice.strategy, choice.config)
     return out
 
 

@@ -1,0 +1,239 @@
+"""Launching again: the launcher gets what Triton would have handed it, and Triton is asked where it must be.
+
+There is no GPU here, so a stand-in notes what a kernel and its launcher get.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton import knobs
+
+import tileflux
+from tileflux import GemmConfig
+from tileflux.kernels import gemm_launch, prepared
+from tileflux.kernels.gemm_launch import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE, launch_gemm
+from tileflux.kernels.operands import Operands, Role
+from tileflux.kernels.prepared import Kept, launch_step
+from tileflux.kernels.recording import recording
+from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, spread_shards, turn
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8)
+CONFIGS = (GemmConfig(block_m=16, block_n=32), GemmConfig(block_m=16, block_n=32, block_k=32, num_sms=5))
+
+
+class Kernel:
+    """Stands in for a ``JITFunction``: notes launches through Triton, and what it compiles notes those past it."""
+
+    def __init__(self) -> None:
+        self.pre_run_hooks: list[object] = []
+        self.through_triton: list[tuple[Any, ...]] = []
+        self.past_it: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., object]:
+        def launch(*arguments: object, **options: int) -> object:
+            self.through_triton.append((*grid, *arguments))
+            made = (*arguments[-4:], *options.items())
+
+            def run(*given: Any) -> None:
+                assert given[1:9] == (1, 1, 77, "function", made, None, None, None)
+                self.past_it.append((given[0], *given[9:]))
+
+            return SimpleNamespace(run=run, function="function", packed_metadata=made)
+
+        return launch
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(prepared, "JITFunction", Kernel)
+    monkeypatch.setattr(prepared, "_KNOWS_LAUNCHER", True)
+    monkeypatch.setattr(prepared, "_steps", Kept())
+    monkeypatch.setattr(prepared, "_stream", lambda device: 77)
+    return Kernel()
+
+
+def test_what_is_kept_is_bounded_and_only_found_by_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "_MAX_KEPT", 3)
+    kept: Kept[int] = Kept()
+    for number in range(7):
+        kept.keep(number, -number)
+        assert kept.find(number) == -number and len(kept) <= 3
+    assert kept.find(0) is None and kept.find(([],)) is None
+
+
+def test_a_step_asks_triton_once_for_each_set_of_constants(kernel: Kernel) -> None:
+    table = torch.zeros(3, dtype=torch.int64)
+    for number in range(3):
+        launch_step(kernel, number, (number, 5, table), (2, True), 4)
+        launch_step(kernel, 9, (number, 6, table), (4, True), 4)
+    assert kernel.through_triton == [(0, 0, 5, table, 2, True), (9, 0, 6, table, 4, True)]
+    expected = [(1, 1, 5, table, 2, True), (9, 1, 6, table, 4, True), (2, 2, 5, table, 2, True)]
+    assert kernel.past_it == [*expected, (9, 2, 6, table, 4, True)]
+
+
+def test_triton_launches_while_somebody_listens_or_its_launcher_is_unknown(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = torch.zeros(3, dtype=torch.int64)
+
+    def num_asked() -> int:
+        before = len(kernel.through_triton)
+        for _ in range(3):
+            launch_step(kernel, 1, (table,), (2, True, 3), 4)
+        return len(kernel.through_triton) - before
+
+    assert num_asked() == 1
+    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        hook.add(print)
+        assert num_asked() == 3
+        hook.remove(print)
+        assert num_asked() == 0
+    kernel.pre_run_hooks.append(print)
+    assert num_asked() == 3
+    kernel.pre_run_hooks.clear()
+    monkeypatch.setattr(prepared, "_KNOWS_LAUNCHER", False)
+    assert num_asked() == 3
+    monkeypatch.setattr(prepared, "_KNOWS_LAUNCHER", True)
+    monkeypatch.setattr(prepared, "JITFunction", type("AnotherKind", (), {}))
+    assert num_asked() == 3
+
+
+@pytest.fixture
+def gemm_kernel(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(gemm_launch, "_gemm_kernel", kernel)
+    monkeypatch.setattr(gemm_launch, "_has_tma", lambda device: True)
+    monkeypatch.setattr(gemm_launch, "_is_interpreted", lambda group: False)
+    monkeypatch.setattr(gemm_launch, "sms_for", lambda group: 12)
+    monkeypatch.setattr(gemm_launch, "_plain", Kept())
+    return kernel
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "depth": (32, 40, 64),
+    "columns": (16, 48),
+    "dtype": DTYPES,
+    "out_dtype": (torch.bfloat16, torch.float32),
+    "activation": (None, "relu", "swiglu"),
+    "x_offset": (0, 1),
+    "weight_offset": (0, 1),
+    "out_offset": (0, 1),
+    "gap": (0, 3, 16),
+    "k_major": (True, False),
+    "bias": (None, torch.float32, torch.bfloat16),
+    "adds_bias": (True, False),
+    "scale_x": (None, 0, 1),
+    "scale_weight": (None, 0, 1),
+    "config": CONFIGS,
+    "releases": (False, True),
+    "use_tma": (None, False),
+    "precision": ("ieee", "tf32"),
+}
+"""Everything a variant of the kernel, or a launch of it, may depend on, but for the role."""
+
+
+def make_operands(case: dict[str, Any]) -> Operands:
+    """Operands of a case in fresh memory. 24 rows, whatever the role."""
+    depth, columns, dtype, gap = case["depth"], case["columns"], case["dtype"], case["gap"]
+    size = columns * (2 if case["activation"] == "swiglu" else 1)
+    x = torch.zeros(24 * (depth + gap) + 1, dtype=dtype)[case["x_offset"] :][: 24 * (depth + gap)]
+    weight = torch.zeros(size * depth + 1, dtype=dtype)[case["weight_offset"] :][: size * depth]
+    out = torch.zeros(24 * columns + 1, dtype=case["out_dtype"])[case["out_offset"] :][: 24 * columns]
+    lengths = {"scale_x": {None: None, 0: (), 1: (24,)}, "scale_weight": {None: None, 0: (), 1: (size,)}}
+    shapes = {name: lengths[name][case[name]] if dtype in DTYPES[2:] else None for name in lengths}
+    return Operands(
+        x.view(24, depth + gap)[:, :depth],
+        weight.view(size, depth) if case["k_major"] else weight.view(depth, size).t(),
+        out.view(24, columns),
+        bias=None if case["bias"] is None else torch.zeros(size, dtype=case["bias"]),
+        activation=case["activation"], adds_bias=case["adds_bias"],
+        **{name: None if shape is None else torch.zeros(shape) for name, shape in shapes.items()},
+    )  # fmt: skip
+
+
+def plain(launch: tuple[Any, ...]) -> list[object]:
+    """A launch as numbers: descriptors are the addresses and sizes that the launcher takes from them."""
+    return [
+        (part.base.data_ptr(), [*part.shape], [*part.strides], part.padding)
+        if hasattr(part, "padding")
+        else (part.data_ptr(), *part.shape)
+        if isinstance(part, torch.Tensor)
+        else part
+        for part in launch
+    ]
+
+
+@contextlib.contextmanager
+def restored_precision() -> Iterator[None]:
+    """What this machine multiplies fp32 with is set back at the end."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def turns_of(group: tileflux.Group) -> Iterator[tuple[Role, Turn | None]]:
+    """Every kind of launch."""
+    yield PLAIN, None
+    gathered = turn(group, gather_shards("ag_gemm", (24,), 256, True, 1))
+    yield from ((role, gathered) for role in (GATHER, ARRIVING, GATHERED))
+    yield SCATTER, turn(group, scatter_shards("gemm_rs", (24,), 48, 4, CONFIGS[0]))
+    yield STAGE, turn(group, scatter_shards("gemm_rs", (24,), 48, 4, CONFIGS[0], True))
+    yield SPREAD, turn(group, spread_shards("gemm_ar", 1, 24, 48, 4, CONFIGS[0]))
+
+
+def test_a_repeated_gemm_is_launched_as_triton_would(gemm_kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one launch another that differs in one thing, and the first again: each as if it were the first."""
+    (group,) = tileflux.local_groups(1)
+    draws = random.Random(5)
+
+    def check(case: dict[str, Any], role: Role, here: Turn | None) -> bool:
+        torch.backends.cuda.matmul.fp32_precision = case["precision"]
+        operands, num_again = make_operands(case), len(gemm_kernel.past_it)
+
+        def launch() -> tuple[Any, ...]:
+            launch_gemm(
+                operands, role, case["config"], group=None if here is None else group, turn=here,
+                releases=case["releases"], use_tma=case["use_tma"],
+            )  # fmt: skip
+            is_again = len(gemm_kernel.past_it) > num_again
+            return (gemm_kernel.past_it if is_again else gemm_kernel.through_triton)[-1]
+
+        launched, is_again = launch(), len(gemm_kernel.past_it) > num_again
+        with monkeypatch.context() as patch:
+            patch.setattr(prepared, "_KNOWS_LAUNCHER", False)
+            launch()
+        assert plain(launched) == plain(gemm_kernel.through_triton[-1])
+        return is_again
+
+    with group, restored_precision():
+        for role, here in turns_of(group):
+            for number in range(3):
+                # The first is what fits TMA, with all its descriptors.
+                case = {name: choices[0] if number == 0 else draws.choice(choices) for name, choices in CHOICES.items()}
+                check(case, role, here)
+                for name, choices in CHOICES.items():
+                    check(case | {name: draws.choice(choices)}, role, here)
+                assert check(case, role, here), "a launch like an earlier one asked Triton"
+
+
+def test_what_is_recorded_or_only_loaded_is_not_launched_again(gemm_kernel: Kernel) -> None:
+    operands = Operands(torch.zeros(4, 32), torch.zeros(8, 32), torch.zeros(4, 8))
+    launch_gemm(operands, PLAIN, CONFIGS[0])
+    launch_gemm(operands, PLAIN, CONFIGS[0], load_only=True)
+    assert (len(gemm_kernel.through_triton), len(gemm_kernel.past_it)) == (1, 0)
+    with recording():
+        launch_gemm(operands, PLAIN, CONFIGS[0])
+        launch_gemm(operands, PLAIN, CONFIGS[0])
+    assert (len(gemm_kernel.through_triton), len(gemm_kernel.past_it)) == (3, 0)
+    assert all(launch[-1].records for launch in gemm_kernel.through_triton[1:])
+    launch_gemm(operands, PLAIN, CONFIGS[0])
+    assert (len(gemm_kernel.through_triton), len(gemm_kernel.past_it)) == (3, 1)
+    assert not gemm_kernel.past_it[0][-1].records
