@@ -226,6 +226,10 @@ class GemmConfig:
     flags announce one rank's rows. ``num_sms`` bounds the programs of a launch; None takes what the GPU, or the
     group's share of it, has; under Triton's interpreter it is for the simulator, which runs programs side by side. All
     ranks of a call use the same numbers.
+
+    Two are for Hopper: with ``hopper`` its own loop runs what it takes, and ``streams`` then has programs share out the
+    tiles that do not come out even along K too. Which tiles are cut depends on their order, so that a result may differ
+    in rounding from op to op.
     """
 
     block_m: int = 128
@@ -237,6 +241,8 @@ class GemmConfig:
     num_feeders: int = 4
     num_chunks: int = 1
     num_sms: int | None = None
+    hopper: bool = False
+    streams: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k"):

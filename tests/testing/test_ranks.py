@@ -117,7 +117,7 @@ def test_an_unpicklable_result_comes_back_as_text() -> None:
 def fail_in_turn(rank: int, world_size: int) -> None:
     """Rank 2 fails first, rank 0 a little later, rank 1 returns, rank 3 would go on."""
     if rank == 0:
-        time.sleep(0.15)
+        time.sleep(0.5)  # also on a machine so busy that rank 2 starts late
         raise KeyError("a consequence")
     if rank == 2:
         raise LookupError("the cause\nin two lines")
@@ -145,7 +145,7 @@ def test_the_clock_of_the_ranks_decides_and_not_the_order_of_arrival() -> None:
     def fn(rank: int, world_size: int) -> None:
         if rank == 1:
             raise SlowToPickle("first")
-        time.sleep(0.1)
+        time.sleep(0.5)
         raise LookupError("second")
 
     with pytest.raises(RankFailed, match=r"\Arank 1 of 2 failed first: SlowToPickle: first"):

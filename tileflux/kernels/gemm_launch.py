@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tileflux import device as device_info
 from tileflux.config import GemmConfig
 from tileflux.kernels.gemm import _gemm_kernel
+from tileflux.kernels.gemm_hopper_launch import Launch, Prepared, is_hopper, launch_hopper, takes
 from tileflux.kernels.loading import launching, load_once
 from tileflux.kernels.operands import GemmSpec, Operands, Role, make_spec, scale_kind
 from tileflux.kernels.prepared import Kept, Launcher, Tile, relaunchable
@@ -49,14 +50,15 @@ _NONE: Descriptors = (None, None, None)
 MAX_REGISTERS = 255
 """Said to the assembler, which else spills to fit more programs on an SM than shared memory allows."""
 
-PLAIN = Role("gemm", arrival_order, wait_for_nothing, store_tile, is_sharded=False)
-GATHER = Role("ag_gemm", arrival_order, wait_for_rows, store_tile, gathers=True, feeds=True, awaits_rows=True)
-ARRIVING = Role(
-    "ag_gemm, rows sent by copies", arrival_order, wait_for_rows, store_tile, gathers=True, awaits_rows=True
+_STORES = functools.partial(Role, finish=store_tile, stores=True)
+PLAIN = _STORES("gemm", arrival_order, wait_for_nothing, is_sharded=False, on_hopper=True)
+GATHER = _STORES("ag_gemm", arrival_order, wait_for_rows, gathers=True, feeds=True, awaits_rows=True)
+ARRIVING = _STORES(
+    "ag_gemm, rows sent by copies", arrival_order, wait_for_rows, gathers=True, awaits_rows=True, on_hopper=True
 )
-GATHERED = Role("ag_gemm, rows already here", arrival_order, wait_for_nothing, store_tile, gathers=True)
+GATHERED = _STORES("ag_gemm, rows already here", arrival_order, wait_for_nothing, gathers=True, on_hopper=True)
 SCATTER = Role("gemm_rs", departure_order, wait_for_slot, scatter_tile)
-STAGE = Role("gemm_rs, sent by copies", departure_order, wait_for_nothing, stage_tile, num_spare_sms=1)
+STAGE = Role("gemm_rs, sent by copies", departure_order, wait_for_nothing, stage_tile, num_spare_sms=1, on_hopper=True)
 SPREAD = Role("gemm_ar", twice_order, wait_for_slots, spread_tile, is_sharded=False, num_turns=2)
 
 
@@ -80,27 +82,45 @@ def launch_gemm(
             with launching(group):
                 known.launch(operands, turn)
         return
-    x, weight, out = operands.x, operands.weight, operands.out
-    num_rows = out.shape[0] if turn is None or role is SPREAD else sum(turn.plan.rows)
+    x = operands.x
+    num_rows = operands.out.shape[0] if turn is None or role is SPREAD else sum(turn.plan.rows)
     num_feeders, num_multipliers = num_programs(config, group, role, num_rows, operands.num_columns, turn)
     if use_tma is None:
         use_tma = _has_tma(x.device) and _fits_tma(operands)
+    launch = Launch(
+        role, config, num_rows, num_feeders, num_feeders + num_multipliers,
+        world_size=1 if turn is None or group is None else group.world_size, releases=releases, use_tma=use_tma,
+        records=current_recorder() is not None,
+        trace=None if load_only else reserve(role, operands, config, turn, x.device),
+        may_stream=_may_stream(group, turn),
+    )  # fmt: skip
     is_virtual = group is not None and group.stream is not None
-    trace = None
-    if not load_only:
-        trace = reserve(role, operands, config, turn, x.device)
+    prepared: Prepared | _Prepared | None
+    if use_tma and not is_virtual and is_hopper(x.device) and takes(operands, role, config):
+        prepared = launch_hopper(operands, launch, turn, load_only=load_only)
+    else:
+        prepared = _launch_triton(operands, launch, group, turn, load_only=load_only)
+    if prepared is not None:
+        kept.keep(key, prepared)
+
+
+def _launch_triton(
+    operands: Operands, how: Launch, group: Group | None, turn: Turn | None, *, load_only: bool
+) -> _Prepared | None:
+    """Queue ``_gemm_kernel``. Returns what repeats it, where that is possible."""
+    role, config, x, use_tma = how.role, how.config, operands.x, how.use_tma
+    is_virtual = group is not None and group.stream is not None
     spec = make_spec(
         operands, role, config,
-        world_size=1 if turn is None or group is None else group.world_size,
-        num_feeders=num_feeders, releases=releases, use_tma=use_tma, plain=is_virtual,
-        records=current_recorder() is not None,
+        world_size=how.world_size, num_feeders=how.num_feeders, releases=how.releases, use_tma=use_tma,
+        plain=is_virtual, records=how.records,
     )  # fmt: skip
-    numbers = (num_rows, operands.num_columns, operands.depth, x.stride(0), operands.weight_stride)
+    numbers = (how.num_rows, operands.num_columns, operands.depth, x.stride(0), operands.weight_stride)
 
     def launch(grid: int, spec: GemmSpec, descriptors: Descriptors) -> object:
         return _gemm_kernel[(grid,)](
-            x.data_ptr(), weight.data_ptr(), out.data_ptr(), *_addresses(operands), *numbers,
-            *descriptors, _address(trace), _no_table(x.device) if turn is None else turn.table,
+            x.data_ptr(), operands.weight.data_ptr(), operands.out.data_ptr(), *_addresses(operands), *numbers,
+            *descriptors, _address(how.trace), _no_table(x.device) if turn is None else turn.table,
             *_constants(role, spec),
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
@@ -112,14 +132,22 @@ def launch_gemm(
             launch(0, variant, _blank_descriptors(operands, config, role) if variant.use_tma else _NONE)
 
         load_once(x.device, (role.name, variant, config), load, group)
-    if not load_only:
-        descriptors = _descriptors(operands, config, turn if role.gathers else None) if use_tma else _NONE
-        grid = num_feeders + num_multipliers
-        with launching(group):
-            compiled = launch(grid, spec, descriptors)
-        if trace is None and relaunchable(_gemm_kernel):
-            launcher = Launcher(compiled, x.device.index or 0, _constants(role, spec))
-            kept.keep(key, _Prepared(launcher, grid, numbers, descriptors))
+    if load_only:
+        return None
+    descriptors = _descriptors(operands, config, turn if role.gathers else None) if use_tma else _NONE
+    with launching(group):
+        compiled = launch(how.num_programs, spec, descriptors)
+    if how.trace is not None or not relaunchable(_gemm_kernel):
+        return None
+    launcher = Launcher(compiled, x.device.index or 0, _constants(role, spec))
+    return _Prepared(launcher, how.num_programs, numbers, descriptors)
+
+
+def _may_stream(group: Group | None, turn: Turn | None) -> bool:
+    """Whether every step is a tile, and the SMs are this rank's alone."""
+    if group is not None and "same GPU" in group.traits.links:
+        return False
+    return turn is None or all(count == turn.plan.num_chunks * turn.plan.chunk_rows for count in turn.plan.rows)
 
 
 class _Prepared:
@@ -148,7 +176,7 @@ class _Prepared:
         )  # fmt: skip
 
 
-_plain: Kept[_Prepared] = Kept()
+_plain: Kept[_Prepared | Prepared] = Kept()
 """Launches without a turn; those with one are kept by it, and go with it."""
 
 

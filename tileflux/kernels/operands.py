@@ -88,6 +88,10 @@ class Role:
     num_turns: int = 1
     num_spare_sms: int = 0
     """SMs left to small kernels of the same call that must run beside this one."""
+    stores: bool = False
+    """A finished tile goes into the output, and nothing else happens."""
+    on_hopper: bool = False
+    """Hopper's loop takes it too: no program feeds, and every tile has one place to go."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,6 +131,11 @@ class GemmSpec:
     b_aligned: bool
     out_aligned: bool
     records: bool
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether Hopper's loop runs it."""
+        return False
 
     @functools.cached_property
     def _text(self) -> str:

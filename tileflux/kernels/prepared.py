@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import triton
 from triton import knobs
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 __all__ = ["Kept", "Launcher", "Tile", "launch_step", "relaunchable"]
@@ -81,7 +82,7 @@ class Tile:
 
 def relaunchable(kernel: Any) -> bool:
     """Whether launches of ``kernel`` may pass Triton by: looked at before each, since hooks come and go."""
-    if not _KNOWS_LAUNCHER or type(kernel) is not JITFunction or kernel.pre_run_hooks:
+    if not _KNOWS_LAUNCHER or type(kernel) not in (JITFunction, GluonJITFunction) or kernel.pre_run_hooks:
         return False
     return not (_has_calls(knobs.runtime.launch_enter_hook) or _has_calls(knobs.runtime.launch_exit_hook))
 

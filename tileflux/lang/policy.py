@@ -7,6 +7,7 @@ Both take the plan ``table`` of their op (``lang/turn.py``); plain ``gemm`` has 
 import triton
 import triton.language as tl
 
+from tileflux.lang.hopper import store_by_threads, store_by_tma, sum_by_threads
 from tileflux.lang.remote import typed
 from tileflux.lang.signal import count, signal, tma_fence, wait
 from tileflux.lang.turn import (
@@ -148,12 +149,27 @@ def _sum_own_tile(SHAPE: tl.constexpr, out, place, index, table, SPEC: tl.conste
 
 @triton.jit
 def _sum_tile(SHAPE: tl.constexpr, out, place, table, SPEC: tl.constexpr):
-    """A few rows at a time: the registers of a whole tile are those of its accumulator."""
-    ROWS: tl.constexpr = 16
+    """Sum what lies in all ranks' slots of a tile into the output."""
     rank = word(table, RANK)
     _, _, row, column, num_rows, N, _, _ = place
     pitch = _pitch(N, SPEC)
-    first = slot(table, rank, tl.full((), 0, tl.int32), current_epoch(table, SPEC.world_size), SPEC.world_size)
+    first = slot(table, rank, rank * 0, current_epoch(table, SPEC.world_size), SPEC.world_size)
+    if SPEC.is_hopper:
+        corner = row.to(tl.int64) * pitch + column
+        stride = tl.load(table + SLOT_BYTES) // (SPEC.out_type.primitive_bitwidth // 8)
+        sum_by_threads(
+            typed(first, SPEC.out_type, SPEC.out_aligned) + corner, stride,
+            typed(out, SPEC.out_type, SPEC.out_aligned) + corner, num_rows - row, pitch - column, pitch,
+            SHAPE[0], SHAPE[1], SPEC.out_type, SPEC.world_size,
+        )  # fmt: skip
+    else:
+        _sum_rows(SHAPE, first, out, row, column, num_rows, pitch, table, SPEC)
+
+
+@triton.jit
+def _sum_rows(SHAPE: tl.constexpr, first, out, row, column, num_rows, pitch, table, SPEC: tl.constexpr):
+    """A few rows at a time: the registers of a whole tile are those of its accumulator."""
+    ROWS: tl.constexpr = 16
     columns = column + tl.arange(0, SHAPE[1])
     for begin in range(0, SHAPE[0], ROWS):
         rows = row + begin + tl.arange(0, ROWS)
@@ -173,6 +189,24 @@ def slot(table, owner, source, epoch, WORLD: tl.constexpr):
 
 @triton.jit
 def _store(value, to, row, column, num_rows, N, SPEC: tl.constexpr):
+    if SPEC.is_hopper:
+        _store_on_hopper(value, to, row, column, num_rows, N, SPEC)
+    else:
+        _store_rows(value, to, row, column, num_rows, N, SPEC)
+
+
+@triton.jit
+def _store_on_hopper(value, to, row, column, num_rows, N, SPEC: tl.constexpr):
+    if SPEC.out_by_tma:
+        store_by_tma(value, to, row, column, 0)
+    else:
+        pitch = _pitch(N, SPEC)
+        corner = typed(to, SPEC.out_type, SPEC.out_aligned) + (row.to(tl.int64) * pitch + column)
+        store_by_threads(value, corner, num_rows - row, pitch - column, pitch, SPEC.out_type)
+
+
+@triton.jit
+def _store_rows(value, to, row, column, num_rows, N, SPEC: tl.constexpr):
     pitch = _pitch(N, SPEC)
     # One 64-bit address, and 32-bit offsets from it: an address per element would take twice the accumulator's room.
     corner = typed(to, SPEC.out_type, SPEC.out_aligned) + (row.to(tl.int64) * pitch + column)

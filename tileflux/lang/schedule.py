@@ -15,7 +15,7 @@ from typing import Any
 
 import triton
 
-__all__ = ["arrival_order", "departure_order", "grouped", "replay", "twice_order"]
+__all__ = ["arrival_order", "departure_order", "grouped", "next_piece", "replay", "streamed_part", "twice_order"]
 
 
 @triton.jit
@@ -54,6 +54,39 @@ def _shard_order(step, first, num_shards, num_chunks, num_m, num_n, group_m):
     slab = step // chunk_tiles
     m, n = grouped(step % chunk_tiles, num_m, num_n, group_m)
     return (first + slab // num_chunks) % num_shards, slab % num_chunks, m, n, 0
+
+
+@triton.jit
+def streamed_part(program, num_programs, num_streamed, num_k):
+    """(first, end) of a program's part of the tiles that are *streamed*: cut along K too, all programs alike.
+
+    The first ``num_streamed`` steps, one to two for every program, are one long row of blocks of K, which programs
+    share out evenly. So a tile has one part or two. Who has the end of a tile but not its beginning comes to it first,
+    and leaves its sum to who has the beginning. That one has a later number: nobody waits for a program that starts
+    after it.
+    """
+    place = num_programs - 1 - program
+    num_blocks = num_streamed * num_k
+    return place * num_blocks // num_programs, (place + 1) * num_blocks // num_programs
+
+
+@triton.jit
+def next_piece(cursor, end, step, num_k, num_programs):
+    """(step, first and end of its blocks of K, then the new cursor and step) of a program's next piece of work.
+
+    First its streamed part, up to ``end``; then whole tiles, from ``step`` on.
+    """
+    this = step
+    first_k = 0
+    end_k = num_k
+    if cursor < end:
+        this = cursor // num_k
+        first_k = cursor % num_k
+        end_k = min(num_k, first_k + end - cursor)
+        cursor += end_k - first_k
+    else:
+        step += num_programs
+    return this, first_k, end_k, cursor, step
 
 
 def replay(order: Callable[..., Any]) -> Callable[..., Any]:

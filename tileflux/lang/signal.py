@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from tileflux.config import GUARD, MAX_AHEAD
+from tileflux.lang.hopper import num_threads, thread_numbers
 
 __all__ = [
     "GLOBALTIMER",
@@ -29,6 +30,7 @@ __all__ = [
     "SMID",
     "STORE_RELEASE",
     "arrive",
+    "await_neighbour",
     "clock_ns",
     "confirm",
     "count",
@@ -39,10 +41,10 @@ __all__ = [
     "wait",
 ]
 
-# One thread stores; the others pass by. Not an atomic: a flag has one writer, and a peer behind PCIe may not
-# do atomics at all.
+# One thread stores, the first of its partition ($3 is its number of threads less one); the others pass by. Not an
+# atomic: a flag has one writer, and a peer behind PCIe may not do atomics at all.
 STORE_RELEASE = tl.constexpr(
-    "{ .reg .pred first; .reg .u32 tid; mov.u32 tid, %tid.x; setp.eq.u32 first, tid, 0; "
+    "{ .reg .pred first; .reg .u32 tid; mov.u32 tid, %tid.x; and.b32 tid, tid, $3; setp.eq.u32 first, tid, 0; "
     "@first st.release.sys.global.s32 [$1], $2; mov.s32 $0, 0; }"
 )
 GLOBALTIMER = tl.constexpr("{ mov.u64 $0, %globaltimer; }")
@@ -70,7 +72,8 @@ _WAITED_NS = tl.constexpr(GUARD.waited_ns)
 def signal(flag, value):
     """Publish everything this program has stored so far, then set ``flag`` to ``value``."""
     tl.debug_barrier()
-    tl.inline_asm_elementwise(STORE_RELEASE, "=r,l,r", [flag, value], dtype=tl.int32, is_pure=False, pack=1)
+    mask: tl.constexpr = num_threads() - 1
+    tl.inline_asm_elementwise(STORE_RELEASE, "=r,l,r,n", [flag, value, mask], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -121,9 +124,21 @@ def count(counter):
 
 
 @triton.jit
+def await_neighbour(flag):
+    """Return once another program of this launch has signalled ``flag``, and set it back to 0.
+
+    Without a deadline: that program has started before this one, and waits for nobody before it signals.
+    """
+    seen = poll(flag, 1)
+    while seen == 0:
+        seen = poll(flag, 1)
+    tl.store(flag, 0)
+
+
+@triton.jit
 def tma_fence():
     """After a wait: let TMA loads, which go another way through the memory system, see what was waited for."""
-    tl.inline_asm_elementwise(PROXY_FENCE, "=r,r", [tl.full((), 0, tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(PROXY_FENCE, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -161,7 +176,7 @@ def confirm(guard, op):
     block = tl.load(guard + _BLOCKS + rank).to(tl.pointer_type(tl.int64))
     broken_flag = (block + _BROKEN).to(tl.pointer_type(tl.int32))
     if tl.atomic_add(broken_flag, 0, sem="acquire", scope="sys") != 0:
-        _record(block, guard, op, rank, broken_flag, 0, 1, tl.full((), 0, tl.int64))
+        _record(block, guard, op, rank, broken_flag, 0, 1, rank * 0)
 
 
 @triton.jit
@@ -192,20 +207,17 @@ def _record(block, guard, op, peer, flag, wanted, seen, waited_ns):
 @triton.jit
 def _now_ns():
     """The GPU's clock, the same number in every thread: the maximum over a block that spans all warps."""
-    lanes = tl.arange(0, 1024)
-    times = tl.inline_asm_elementwise(GLOBALTIMER, "=l,r", [lanes], dtype=tl.int64, is_pure=False, pack=1)
+    times = tl.inline_asm_elementwise(GLOBALTIMER, "=l,r", [thread_numbers()], dtype=tl.int64, is_pure=False, pack=1)
     return tl.max(times, axis=0)
 
 
 @triton.jit
 def clock_ns():
     """The GPU's clock as one thread reads it: to be written down, not to be branched on."""
-    nothing = tl.full((), 0, tl.int32)
-    return tl.inline_asm_elementwise(GLOBALTIMER, "=l,r", [nothing], dtype=tl.int64, is_pure=False, pack=1)
+    return tl.inline_asm_elementwise(GLOBALTIMER, "=l,r", [0], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit
 def sm_number():
     """The SM this program runs on."""
-    nothing = tl.full((), 0, tl.int32)
-    return tl.inline_asm_elementwise(SMID, "=r,r", [nothing], dtype=tl.int32, is_pure=False, pack=1)
+    return tl.inline_asm_elementwise(SMID, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)

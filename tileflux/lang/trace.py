@@ -41,5 +41,4 @@ def note_transfer(trace, peer, chunk, begin):
 
 @triton.jit
 def _pair(low, high):
-    zero = tl.full((), 0, tl.int32)
-    return (zero + low).to(tl.int64) | ((zero + high).to(tl.int64) << 32)
+    return tl.cast(low, tl.int64) | (tl.cast(high, tl.int64) << 32)

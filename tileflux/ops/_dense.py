@@ -212,9 +212,12 @@ def _say_once(op: str, strategy: str, reason: str) -> None:
     _log.info("%s runs %s: %s", op, strategy, reason)
 
 
+_CONFIG_FIELDS = [field.name for field in dataclasses.fields(GemmConfig)]
+
+
 def config_text(config: GemmConfig | None) -> str:
     """A configuration as torch's dispatcher takes it; empty for None. An empty list would pass for one of tensors."""
-    return "" if config is None else " ".join(str(value or 0) for value in dataclasses.astuple(config))
+    return "" if config is None else " ".join(str(int(value or 0)) for value in dataclasses.astuple(config))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -222,8 +225,9 @@ def config_from(text: str) -> GemmConfig | None:
     """The inverse of ``config_text``."""
     if not text:
         return None
-    *others, num_sms = map(int, text.split())
-    return dataclasses.replace(GemmConfig(*others), num_sms=num_sms or None)
+    given: dict[str, Any] = dict(zip(_CONFIG_FIELDS, map(int, text.split()), strict=True))
+    given |= {"num_sms": given["num_sms"] or None, "streams": bool(given["streams"]), "hopper": bool(given["hopper"])}
+    return GemmConfig(**given)
 
 
 def make_operands(

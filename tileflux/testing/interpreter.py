@@ -172,7 +172,7 @@ def _rewrite_once(rewrite: Callable[..., Any]) -> Callable[..., Any]:
     return rewrite_once
 
 
-def _store_release(addresses: Array, values: Array) -> None:
+def _store_release(addresses: Array, values: Array, _mask: Array) -> None:
     mask = np.ones(addresses.shape, np.bool_)
     if thread.conductor is not None:
         thread.conductor.access("store", addresses, mask, 4, "release")

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tileflux.config import GemmConfig, GemmProblem
 from tileflux.tune.lookup import ITEMSIZE, Choice, rule
@@ -102,7 +103,8 @@ def refinements(problem: GemmProblem, best: Candidate) -> list[Candidate]:
             feeders += [count for count in (2, 4, 8, 16, 32) if 2 * count <= problem.num_sms]
     groups = [best.config.group_m, *((4, 8, 16) if problem.arch and best.strategy != "pipelined" else ())]
     # One number at a time: their best values hardly depend on each other.
-    changes = [("num_chunks", each) for each in chunks] + [("num_feeders", each) for each in feeders]
+    changes: list[tuple[str, Any]] = [("num_chunks", each) for each in chunks]
+    changes += [("num_feeders", each) for each in feeders]
     changes += [("group_m", each) for each in groups]
     found = [dataclasses.replace(best, config=dataclasses.replace(best.config, **{name: v})) for name, v in changes]
     return [each for each in dict.fromkeys(found) if each != best]

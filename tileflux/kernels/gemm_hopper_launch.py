@@ -1,0 +1,284 @@
+"""Launching Hopper's GEMM loop: what it takes, how many stages fit, and which tiles are streamed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tileflux.config import GemmConfig
+from tileflux.kernels.gemm_hopper import _gemm_hopper_kernel
+from tileflux.kernels.loading import load_once
+from tileflux.kernels.operands import ELEMENTS, GemmSpec, Operands, Role, make_spec
+from tileflux.kernels.prepared import Launcher, Tile, relaunchable
+from tileflux.kernels.turns import Turn
+
+__all__ = ["HopperSpec", "Launch", "Prepared", "is_hopper", "launch_hopper", "num_streamed", "takes"]
+
+_PIECE = 64  # columns that are stored at a time, as in lang/hopper.py
+_ROW_BYTES = 128  # of a block of K: a row of TMA's swizzle
+_SHARED_BYTES = 232448 - 2048  # a program's, less barriers and what single numbers go through
+_MAX_STAGES = 8
+_MAX_ACCUMULATORS = 128  # registers a thread, of some 230
+_HALVES = (torch.float16, torch.bfloat16)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True, repr=False)
+class HopperSpec(GemmSpec):
+    """Everything that makes a variant of Hopper's loop."""
+
+    num_warps: int
+    """Of the consumer. The producer is one more."""
+    num_stages: int
+    out_by_tma: bool
+    streams: bool
+    producer_registers: int
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether Hopper's loop runs it."""
+        return True
+
+    @functools.cached_property
+    def accumulator_layout(self) -> Any:
+        """Of a tile's sums: each warp has 16 rows of every 16 times as many."""
+        shape = [16, self.block_n, 256 // self.a_type.primitive_bitwidth]
+        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[self.num_warps, 1], instr_shape=shape)
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether WGMMA is there: later GPUs have something else in its place."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def takes(operands: Operands, role: Role, config: GemmConfig) -> bool:
+    """Whether this loop can do it; alignment for TMA is another question."""
+    x, weight = operands.x, operands.weight
+    if not (config.hopper and role.on_hopper) or operands.is_gated:
+        return False
+    num_warps = _num_warps(config)
+    accumulators = config.block_m * config.block_n // (32 * num_warps)
+    if config.block_m not in (64, 128, 256) or config.block_n < _PIECE or accumulators > _MAX_ACCUMULATORS:
+        return False
+    if config.block_k * x.element_size() != _ROW_BYTES or config.num_warps != num_warps:
+        return False
+    if accumulators == _MAX_ACCUMULATORS and operands.activation == "gelu" and role.awaits_rows:
+        return False  # spills
+    if role.gathers and operands.scale_x is not None and operands.scale_x.dim():
+        return False  # scales of the rows come in another place than one's own
+    if x.dtype in _FP8:
+        # One stage's products are added up apart: twice the registers. WGMMA reads fp8 along K alone.
+        return weight.dtype in _FP8 and operands.k_major and 2 * accumulators <= _MAX_ACCUMULATORS
+    return x.dtype in _HALVES and weight.dtype == x.dtype
+
+
+def num_streamed(num_tiles: int, num_programs: int) -> int:
+    """Tiles that programs share out along K too, so that all end together: of the last wave, and the one before."""
+    rest = num_tiles % num_programs
+    return num_programs + rest if rest and num_tiles > num_programs else 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is decided about a launch before it is known which loop runs it."""
+
+    role: Role
+    config: GemmConfig
+    num_rows: int
+    num_feeders: int
+    num_programs: int
+    """Feeders and all."""
+    world_size: int
+    releases: bool
+    use_tma: bool
+    records: bool
+    trace: torch.Tensor | None
+    may_stream: bool
+    """Every step is a tile, and nobody else's programs hold SMs that this launch's wait for."""
+
+
+def launch_hopper(operands: Operands, launch: Launch, turn: Turn | None, *, load_only: bool = False) -> Prepared | None:
+    """Queue the kernel on the current stream. Returns what repeats it, where that is possible."""
+    config, device = launch.config, operands.x.device
+    spec = _spec(operands, launch, turn)
+    num_tiles = _num_tiles(operands, launch, turn)
+    streamed = num_streamed(num_tiles, launch.num_programs) if spec.streams else 0
+    descriptors = _descriptors(operands, spec, turn if launch.role.gathers else None)
+    prepared = Prepared(operands, launch, turn, spec, streamed)
+
+    def start(grid: int) -> Any:
+        first, last = prepared.arguments(operands, turn, with_flags=grid > 0)
+        return _gemm_hopper_kernel[(grid,)](
+            *first, *descriptors, *last, *_constants(launch.role, spec), num_warps=spec.num_warps
+        )
+
+    load_once(device, (launch.role.name, spec, config), functools.partial(start, 0))
+    if load_only:
+        return None
+    compiled = start(launch.num_programs)
+    if launch.trace is not None or not relaunchable(_gemm_hopper_kernel):
+        return None
+    prepared.keep(Launcher(compiled, device.index or 0, _constants(launch.role, spec)), descriptors)
+    return prepared
+
+
+class Prepared:
+    """A launch of which all but the addresses is known."""
+
+    def __init__(self, operands: Operands, launch: Launch, turn: Turn | None, spec: HopperSpec, streamed: int) -> None:
+        self._grid, self._trace = launch.num_programs, launch.trace
+        self._sizes, self._streamed = (launch.num_rows, operands.num_columns, operands.depth), streamed
+        self._partial_bytes = 4 * spec.block_m * spec.block_n * launch.num_programs if streamed else 0
+        self._flags = _flags(operands.x.device) if streamed else None
+        self._own_flags = self._flags.keep() if self._flags is not None and turn is not None else None
+        self._device = operands.x.device
+        self._launcher: Launcher | None = None
+
+    def keep(self, launcher: Launcher, descriptors: tuple[Any, ...]) -> None:
+        """Remember how it was launched."""
+        self._launcher = launcher
+        a, rows, b, out = descriptors
+        self._shapes = [None if each is None else (tuple(each.shape), tuple(each.strides)) for each in (a, b, out)]
+        self._rows = None if rows is None else Tile(rows.base.data_ptr(), tuple(rows.shape), tuple(rows.strides))
+
+    def arguments(
+        self, operands: Operands, turn: Turn | None, *, with_flags: bool = True
+    ) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        """What goes before the descriptors, and what behind them."""
+        flags = partials = 0
+        if self._flags is not None and with_flags:
+            flags = self._own_flags or self._flags.take()
+        if flags:
+            # The allocator gives it to nobody else before this stream is done with it.
+            partials = torch.empty(self._partial_bytes, dtype=torch.uint8, device=self._device).data_ptr()
+        bias = operands.bias if operands.adds_bias else None
+        addresses = (_address(each) for each in (bias, operands.scale_x, operands.scale_weight))
+        first = (operands.out.data_ptr(), *addresses, *self._sizes, self._streamed if flags else 0)
+        table = _no_table(self._device) if turn is None else turn.table
+        return first, (flags, partials, _address(self._trace), table)
+
+    def launch(self, operands: Operands, turn: Turn | None) -> None:
+        """Queue it with these addresses."""
+        assert self._launcher is not None
+        addresses = (operands.x.data_ptr(), operands.weight.data_ptr(), operands.out.data_ptr())
+        a, b, out = (
+            None if shape is None else Tile(address, *shape)
+            for address, shape in zip(addresses, self._shapes, strict=True)
+        )
+        first, last = self.arguments(operands, turn)
+        self._launcher.launch(self._grid, *first, a, self._rows, b, out, *last)
+
+
+class _Flags:
+    """Words by which the programs of a launch tell each other about partial sums. All 0, and set back by who read them.
+
+    A launch has some to itself. One that waits for nobody is over long before others have gone round the ring; one that
+    waits for other ranks, or that a CUDA graph repeats whenever it likes, keeps them for good. Room for the sums is not
+    kept: torch's allocator knows when a stream, or a graph, is done with it.
+    """
+
+    _NUM_RING, _NUM_KEPT = 256, 4096
+
+    def __init__(self, device: torch.device) -> None:
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._stride = -(-4 * num_sms // 256) * 256
+        self._words = torch.zeros((self._NUM_RING + self._NUM_KEPT) * self._stride, dtype=torch.uint8, device=device)
+        # Other streams than this one will read them.
+        torch.cuda.current_stream(device).synchronize()
+        self._next, self._kept = 0, self._NUM_RING
+
+    def take(self) -> int:
+        """Address of the next launch's."""
+        if torch.cuda.is_current_stream_capturing():
+            return self.keep()
+        self._next = (self._next + 1) % self._NUM_RING
+        return self._words.data_ptr() + self._next * self._stride
+
+    def keep(self) -> int:
+        """Address of some that nobody else will get; 0 if all are gone, and no tile is to be cut."""
+        if self._kept == self._NUM_RING + self._NUM_KEPT:
+            return 0
+        self._kept += 1
+        return self._words.data_ptr() + (self._kept - 1) * self._stride
+
+
+_flags = functools.cache(_Flags)
+
+
+def _spec(operands: Operands, launch: Launch, turn: Turn | None) -> HopperSpec:
+    role, config = launch.role, launch.config
+    plain = make_spec(
+        operands, role, config,
+        world_size=launch.world_size, num_feeders=0, releases=launch.releases, use_tma=True,
+        records=launch.records,
+    )  # fmt: skip
+    # A tile may only be stored whole where it ends with its chunk, or with all rows.
+    whole = turn is None or all(count % config.block_m == 0 for count in (*turn.plan.rows, turn.plan.chunk_rows))
+    by_tma = whole and plain.out_aligned and role.stores and operands.out.dtype in _HALVES
+    return _make_spec(plain, config, by_tma, config.streams and launch.may_stream, role.awaits_rows)
+
+
+@functools.lru_cache(maxsize=4096)
+def _make_spec(plain: GemmSpec, config: GemmConfig, by_tma: bool, streams: bool, awaits_rows: bool) -> HopperSpec:
+    stage = (config.block_m + config.block_n) * _ROW_BYTES
+    # Two pieces on their way out, or one that changes hands between threads.
+    leaving = config.block_m * _PIECE * (plain.out_type.primitive_bitwidth // 8) * (2 if by_tma else 1)
+    return HopperSpec(
+        **{field.name: getattr(plain, field.name) for field in dataclasses.fields(GemmSpec)},
+        num_warps=_num_warps(config),
+        num_stages=min(_MAX_STAGES, (_SHARED_BYTES - leaving) // stage),
+        out_by_tma=by_tma,
+        streams=streams,
+        producer_registers=56 if awaits_rows else 24,
+    )
+
+
+def _num_warps(config: GemmConfig) -> int:
+    return 4 if config.block_m == 64 else 8
+
+
+def _num_tiles(operands: Operands, launch: Launch, turn: Turn | None) -> int:
+    config = launch.config
+    across = -(-operands.num_columns // config.block_n)
+    if turn is None:
+        return -(-launch.num_rows // config.block_m) * across
+    plan = turn.plan
+    return len(plan.rows) * plan.num_chunks * -(-plan.chunk_rows // config.block_m) * across
+
+
+def _descriptors(operands: Operands, spec: HopperSpec, turn: Turn | None) -> tuple[TensorDescriptor | None, ...]:
+    """Of the rows, the rows that arrive, the weight and the result."""
+    x, weight = operands.x, operands.weight
+    a_block = [spec.block_m, spec.block_k]
+    rows = None if turn is None else _describe(turn.gathered(x.dtype, operands.depth), a_block)
+    if operands.k_major:
+        b = _describe(weight, [spec.block_n, spec.block_k])
+    else:
+        b = _describe(weight.t(), [spec.block_k, spec.block_n])
+    out = _describe(operands.out, [spec.block_m, _PIECE]) if spec.out_by_tma else None
+    return _describe(x, a_block), rows, b, out
+
+
+def _describe(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENTS[tensor.dtype])
+    return TensorDescriptor(tensor, list(tensor.shape), [tensor.stride(0), 1], block, layout)
+
+
+def _constants(role: Role, spec: HopperSpec) -> tuple[object, ...]:
+    return role.order, role.wait, role.finish, spec
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@functools.cache
+def _no_table(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=device)
