@@ -225,7 +225,9 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
 
 def test_wrong_links_and_paths_are_noticed() -> None:
     page = ROOT / "docs" / "index.md"
-    links = "[a](design.md) [b](nowhere.md) [c](../README.md) [d](design.md#nowhere) [e](#here) [f](#there) [g](http://x)"
+    links = (
+        "[a](design.md) [b](nowhere.md) [c](../README.md) [d](design.md#nowhere) [e](#here) [f](#there) [g](http://x)"
+    )
     broken = ["nowhere.md", "design.md#nowhere", "#there"]
     assert broken_links(page, f"# Here\n{links}\n```\n[h](fenced.md)\n```\n") == broken
     paths = "`tileflux/ops/` `tileflux/nowhere.py` `/dev/shm` `tests/<stem>.py` `README.md` `NOWHERE.md` `x/y` `a.b`"

@@ -60,9 +60,7 @@ def test_defaults(read: Callable[[], Any], default: Any) -> None:
         (env.local_rank, "LOCAL_RANK", "3", 3),
     ],
 )
-def test_values(
-    read: Callable[[], Any], name: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values(read: Callable[[], Any], name: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, text)
     assert read() == value
 

@@ -76,9 +76,7 @@ def _scatter_all_ways(group: Group, dtype: torch.dtype, seed: int) -> int:
     weights = [draw(seed + 10 + source, width, 16 + source) for source in range(group.world_size)]
     bias = draw(seed + 20, width)
     exact = bias + sum(x @ weight.t() for x, weight in zip(xs, weights, strict=True))
-    mine = Operands(
-        xs[rank].to(dtype), weights[rank].to(dtype), torch.empty(0), bias=bias, adds_bias=rank == 0
-    )
+    mine = Operands(xs[rank].to(dtype), weights[rank].to(dtype), torch.empty(0), bias=bias, adds_bias=rank == 0)
     for strategy in STRATEGIES:
         out = poisoned((rows[rank], width), torch.float32)
         run_scatter(group, dataclasses.replace(mine, out=out), rows, strategy, CONFIG)

@@ -32,9 +32,12 @@ configs = st.builds(
     group_m=st.integers(1, 4),
     num_chunks=st.integers(1, 16),
 )
-ragged_rows = st.integers(1, 16).flatmap(
-    lambda world_size: st.lists(st.integers(0, 700) | st.just(0), min_size=world_size, max_size=world_size)
-).filter(any).map(tuple)
+ragged_rows = (
+    st.integers(1, 16)
+    .flatmap(lambda world_size: st.lists(st.integers(0, 700) | st.just(0), min_size=world_size, max_size=world_size))
+    .filter(any)
+    .map(tuple)
+)
 columns = st.integers(1, 100)
 
 

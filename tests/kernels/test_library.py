@@ -30,9 +30,7 @@ def make_operands(case: DenseCase) -> Operands:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_every_way_gives_the_product(activation: str | None, bias: bool, transposed: bool) -> None:
     seed = int(torch.randint(2**31, ()))
-    case = gemm_case(
-        (37, 24, 40), torch.float32, seed, bias=bias, activation=activation, transposed_weight=transposed
-    )
+    case = gemm_case((37, 24, 40), torch.float32, seed, bias=bias, activation=activation, transposed_weight=transposed)
     operands, right = make_operands(case), expected(case, "gemm")
     ways = {"host": lambda: multiply(operands, CONFIG), "torch": lambda: library._multiply_with_torch(operands)}
     if env.interpreting():

@@ -21,9 +21,7 @@ def spec_of(operands: Operands, role: Role = PLAIN, config: GemmConfig = CONFIG,
     return make_spec(operands, role, config, **given)
 
 
-def make(
-    m: int = 8, n: int = 32, k: int = 64, dtype: torch.dtype = torch.bfloat16, **others: object
-) -> Operands:
+def make(m: int = 8, n: int = 32, k: int = 64, dtype: torch.dtype = torch.bfloat16, **others: object) -> Operands:
     """Operands of these sizes, all aligned."""
     x, weight = torch.zeros(m, k).to(dtype), torch.zeros(n, k).to(dtype)
     width = n // 2 if others.get("activation") == "swiglu" else n

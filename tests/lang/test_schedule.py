@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tileflux import env
-from tileflux.lang.schedule import arrival_order, departure_order, grouped, replay, twice_order
+from tileflux.lang.schedule import (
+    arrival_order,
+    departure_order,
+    grouped,
+    next_piece,
+    replay,
+    streamed_part,
+    twice_order,
+)
 
 NUM_TURNS = {arrival_order: 1, departure_order: 1, twice_order: 2}
 ORDERS = {order.fn.__name__: order for order in NUM_TURNS}
@@ -106,3 +114,44 @@ def test_a_kernel_takes_tiles_in_the_replayed_order(name: str, rank: int, sizes:
     _order_kernel[(1,)](out, rank, num_shards, num_chunks, num_m, num_n, num_steps, ORDERS[name], group_m)
     replayed = replay(ORDERS[name])
     assert out.tolist() == [list(replayed(step, rank, *sizes)) for step in range(num_steps)]
+
+
+def pieces(
+    program: int, num_programs: int, num_streamed: int, num_steps: int, num_k: int
+) -> list[tuple[int, int, int]]:
+    """(step, first and end of its blocks of K) of everything that a program does, in order."""
+    cursor, end = replay(streamed_part)(program, num_programs, num_streamed, num_k)
+    step, found = num_streamed + program, []
+    while cursor < end or step < num_steps:
+        this, first, last, cursor, step = replay(next_piece)(cursor, end, step, num_k, num_programs)
+        found.append((this, first, last))
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(num_programs=st.integers(1, 40), num_k=st.integers(1, 30), data=st.data())
+def test_streamed_tiles_are_shared_out_evenly_and_nobody_waits_for_a_later_program(
+    num_programs: int, num_k: int, data: st.DataObject
+) -> None:
+    rest = data.draw(st.integers(0, num_programs - 1))
+    num_waves = data.draw(st.integers(1 if rest else 0, 4))
+    num_streamed = num_programs + rest if rest else 0
+    num_steps = num_waves * num_programs + rest
+    work = [pieces(program, num_programs, num_streamed, num_steps, num_k) for program in range(num_programs)]
+    blocks = sorted((step, k) for each in work for step, first, last in each for k in range(first, last))
+    assert blocks == [(step, k) for step in range(num_steps) for k in range(num_k)], "every block once"
+    amounts = [sum(last - first for _, first, last in each) for each in work]
+    assert max(amounts) - min(amounts) <= 1, "all end together"
+    for program, each in enumerate(work):
+        for number, (step, first, last) in enumerate(each):
+            if first > 0:
+                # What is left to another program is done first of all, and is all that is left of its tile.
+                assert number == 0 and last == num_k
+                assert (step, 0, first) in work[program + 1], "the next program starts from it"
+            elif last < num_k:
+                assert work[program - 1][0] == (step, last, num_k) and program > 0, "and had it from the one before"
+
+
+def test_without_streamed_tiles_programs_take_whole_ones_in_turn() -> None:
+    assert pieces(1, 3, 0, 8, 5) == [(1, 0, 5), (4, 0, 5), (7, 0, 5)]
+    assert pieces(2, 3, 0, 2, 5) == []

@@ -18,13 +18,23 @@ from tileflux.kernels.operands import ELEMENTS, GemmSpec, Operands, Role, make_s
 from tileflux.kernels.prepared import Launcher, Tile, relaunchable
 from tileflux.kernels.turns import Turn
 
-__all__ = ["HopperSpec", "Launch", "Prepared", "is_hopper", "launch_hopper", "num_streamed", "takes"]
+__all__ = [
+    "HopperSpec",
+    "Launch",
+    "Prepared",
+    "is_hopper",
+    "launch_hopper",
+    "make_hopper_spec",
+    "num_streamed",
+    "takes",
+]
 
 _PIECE = 64  # columns that are stored at a time, as in lang/hopper.py
 _ROW_BYTES = 128  # of a block of K: a row of TMA's swizzle
 _SHARED_BYTES = 232448 - 2048  # a program's, less barriers and what single numbers go through
 _MAX_STAGES = 8
 _MAX_ACCUMULATORS = 128  # registers a thread, of some 230
+_WAITING_REGISTERS, _LOADING_REGISTERS = 56, 40  # of the producer; the consumer gets the rest
 _HALVES = (torch.float16, torch.bfloat16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -107,7 +117,7 @@ class Launch:
 def launch_hopper(operands: Operands, launch: Launch, turn: Turn | None, *, load_only: bool = False) -> Prepared | None:
     """Queue the kernel on the current stream. Returns what repeats it, where that is possible."""
     config, device = launch.config, operands.x.device
-    spec = _spec(operands, launch, turn)
+    spec = make_hopper_spec(operands, launch, turn)
     num_tiles = _num_tiles(operands, launch, turn)
     streamed = num_streamed(num_tiles, launch.num_programs) if spec.streams else 0
     descriptors = _descriptors(operands, spec, turn if launch.role.gathers else None)
@@ -212,7 +222,8 @@ class _Flags:
 _flags = functools.cache(_Flags)
 
 
-def _spec(operands: Operands, launch: Launch, turn: Turn | None) -> HopperSpec:
+def make_hopper_spec(operands: Operands, launch: Launch, turn: Turn | None) -> HopperSpec:
+    """The variant for these operands."""
     role, config = launch.role, launch.config
     plain = make_spec(
         operands, role, config,
@@ -236,7 +247,7 @@ def _make_spec(plain: GemmSpec, config: GemmConfig, by_tma: bool, streams: bool,
         num_stages=min(_MAX_STAGES, (_SHARED_BYTES - leaving) // stage),
         out_by_tma=by_tma,
         streams=streams,
-        producer_registers=56 if awaits_rows else 24,
+        producer_registers=_WAITING_REGISTERS if awaits_rows else _LOADING_REGISTERS,
     )
 
 

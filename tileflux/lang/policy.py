@@ -156,7 +156,8 @@ def _sum_tile(SHAPE: tl.constexpr, out, place, table, SPEC: tl.constexpr):
     first = slot(table, rank, rank * 0, current_epoch(table, SPEC.world_size), SPEC.world_size)
     if SPEC.is_hopper:
         corner = row.to(tl.int64) * pitch + column
-        stride = tl.load(table + SLOT_BYTES) // (SPEC.out_type.primitive_bitwidth // 8)
+        # Slots are whole units of 16 bytes, so that the compiler can tell.
+        stride = tl.load(table + SLOT_BYTES) // 16 * (128 // SPEC.out_type.primitive_bitwidth)
         sum_by_threads(
             typed(first, SPEC.out_type, SPEC.out_aligned) + corner, stride,
             typed(out, SPEC.out_type, SPEC.out_aligned) + corner, num_rows - row, pitch - column, pitch,

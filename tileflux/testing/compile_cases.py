@@ -10,6 +10,7 @@ from tileflux.config import CommConfig
 from tileflux.kernels.launch import BLOCK, MAX_REGISTERS, NUM_WARPS
 from tileflux.testing.compile_gate import CompileCase, Imported
 from tileflux.testing.gemm_cases import GEMM_CASES
+from tileflux.testing.hopper_cases import HOPPER_CASES
 
 __all__ = ["CASES"]
 
@@ -102,5 +103,6 @@ CASES: tuple[CompileCase, ...] = (
     *_STEPS,
     *_SMALL,
     *GEMM_CASES,
+    *HOPPER_CASES,
 )
 """Every kernel of the library in the specialisations that launchers make."""

@@ -163,11 +163,20 @@ class Function:
         return before
 
     def is_barrier(self, index: int) -> bool:
-        """A CTA barrier; in a CTA of one warp the warp's own barrier is one too."""
+        """A CTA barrier. Of one warp, the warp's own barrier is one too; so it is in a CTA divided into partitions.
+
+        Those are told by their registers: what one of several warps does there, it does by CTA barriers with a count.
+        """
         instruction = self.instructions[index]
         return instruction.is_barrier or (
-            self.one_warp and instruction.words == ("bar", "warp", "sync") and not instruction.guard
+            (self.one_warp or self._is_divided)
+            and instruction.words == ("bar", "warp", "sync")
+            and not instruction.guard
         )
+
+    @cached_property
+    def _is_divided(self) -> bool:
+        return any(instruction.words[0] == "setmaxnreg" for instruction in self.instructions)
 
     def where(self, test: Callable[[Instruction], bool]) -> list[int]:
         """Reachable instructions that pass ``test``, in the order of the text."""

@@ -28,8 +28,10 @@ __all__ = [
 ]
 
 
-def lint(ptx: str, *, waits: bool, signals: bool) -> list[str]:
+def lint(ptx: str, *, waits: bool, signals: bool, announces_tma: bool = True) -> list[str]:
     """Every problem of a kernel that waits for flags, raises flags, both or neither, in the order of the rules.
+
+    ``announces_tma=False``: what it stores by TMA is announced by its end, and by no flag of its own.
 
     Raises ``ValueError`` for text that is not PTX.
     """
@@ -45,7 +47,8 @@ def lint(ptx: str, *, waits: bool, signals: bool) -> list[str]:
         problems += barrier_follows_acquire(function)
         problems += proxy_fence_precedes_tma_load(function)
         problems += barrier_precedes_release(function)
-        problems += bulk_stores_complete_before_release(function)
+        if announces_tma:
+            problems += bulk_stores_complete_before_release(function)
     return problems
 
 

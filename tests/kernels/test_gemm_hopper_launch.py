@@ -1,0 +1,155 @@
+"""What Hopper's loop takes, what fits, and which flags a launch gets."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tileflux.config import GemmConfig
+from tileflux.kernels import gemm_hopper_launch
+from tileflux.kernels.gemm_hopper_launch import Launch, _Flags, make_hopper_spec, num_streamed, takes
+from tileflux.kernels.gemm_launch import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
+from tileflux.kernels.operands import Operands
+from tileflux.testing.hopper_cases import TILES, hopper_config
+
+SHARED_BYTES = 232448
+
+
+def operands(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Operands:
+    x, weight = torch.zeros(512, 256, dtype=dtype), torch.zeros(512, 256, dtype=dtype)
+    out = torch.zeros(512, 512, dtype=torch.bfloat16)
+    return dataclasses.replace(Operands(x, weight, out), **changes)
+
+
+@pytest.mark.parametrize("role", [PLAIN, ARRIVING, GATHERED, STAGE])
+def test_it_takes_what_it_is_for(role: Any) -> None:
+    for tile in TILES:
+        assert takes(operands(), role, hopper_config(*tile))
+    assert takes(operands(torch.float16), role, hopper_config(128, 256))
+    fp8 = operands(torch.float8_e4m3fn)
+    assert takes(fp8, role, hopper_config(128, 128, torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "role"),
+    [
+        (operands(), dataclasses.replace(hopper_config(128, 256), hopper=False), PLAIN),
+        (operands(), GemmConfig(128, 256, 32, hopper=True), PLAIN),
+        (operands(), GemmConfig(128, 256, 64, num_warps=4, hopper=True), PLAIN),
+        (operands(), GemmConfig(256, 256, 64, hopper=True), PLAIN),
+        (operands(), GemmConfig(32, 128, 64, num_warps=8, hopper=True), PLAIN),
+        (operands(), GemmConfig(128, 32, 64, hopper=True), PLAIN),
+        (operands(torch.float32), GemmConfig(128, 128, 32, hopper=True), PLAIN),
+        (operands(torch.int8), GemmConfig(128, 128, 128, hopper=True), PLAIN),
+        (operands(torch.float8_e4m3fn), hopper_config(128, 256, torch.float8_e4m3fn), PLAIN),
+        (
+            operands(torch.float8_e4m3fn, weight=torch.zeros(256, 512).to(torch.float8_e4m3fn).t()),
+            hopper_config(128, 128, torch.float8_e4m3fn),
+            PLAIN,
+        ),
+        (operands(activation="swiglu"), hopper_config(128, 256), PLAIN),
+        (operands(activation="gelu"), hopper_config(128, 256), ARRIVING),
+        (
+            operands(torch.float8_e4m3fn, scale_x=torch.ones(512)),
+            hopper_config(128, 128, torch.float8_e4m3fn),
+            ARRIVING,
+        ),
+        (operands(), hopper_config(128, 256), GATHER),
+        (operands(), hopper_config(128, 256), SCATTER),
+        (operands(), hopper_config(128, 256), SPREAD),
+    ],
+)
+def test_the_rest_is_left_to_the_other_loop(given: Operands, config: GemmConfig, role: Any) -> None:
+    assert not takes(given, role, config)
+
+
+def launch(config: GemmConfig, role: Any = PLAIN, **changes: Any) -> Launch:
+    made = Launch(
+        role, config, 512, 0, 132,
+        world_size=1, releases=False, use_tma=True, records=False, trace=None, may_stream=True,
+    )  # fmt: skip
+    return dataclasses.replace(made, **changes)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
+def test_stages_fill_shared_memory_and_no_more(tile: tuple[int, int], out: torch.dtype) -> None:
+    given = operands(out=torch.zeros(512, 512, dtype=out))
+    spec = make_hopper_spec(given, launch(hopper_config(*tile)), None)
+    stage = 2 * 64 * sum(tile)
+    leaving = tile[0] * 64 * out.itemsize * (2 if spec.out_by_tma else 1)
+    assert spec.out_by_tma == (out == torch.bfloat16)
+    assert 3 <= spec.num_stages <= 8 and spec.num_stages * stage + leaving < SHARED_BYTES
+    assert spec.num_stages == 8 or (spec.num_stages + 1) * stage + leaving > SHARED_BYTES - 4096
+
+
+def test_a_tile_is_stored_whole_only_where_it_ends_with_its_rows() -> None:
+    config = hopper_config(128, 256)
+
+    def by_tma(role: Any, rows: tuple[int, ...], chunk_rows: int) -> bool:
+        turn: Any = SimpleNamespace(plan=SimpleNamespace(rows=rows, chunk_rows=chunk_rows))
+        return make_hopper_spec(operands(), launch(config, role, world_size=2), turn).out_by_tma
+
+    assert by_tma(ARRIVING, (256, 256), 256) and by_tma(ARRIVING, (512, 512), 256)
+    assert not by_tma(ARRIVING, (256, 255), 256)
+    assert not by_tma(ARRIVING, (192, 192), 192)
+    assert not by_tma(STAGE, (256, 256), 256)
+    odd = operands(out=torch.zeros(512, 509, dtype=torch.bfloat16), weight=torch.zeros(509, 256, dtype=torch.bfloat16))
+    assert not make_hopper_spec(odd, launch(config), None).out_by_tma
+
+
+def test_tiles_are_cut_only_where_the_launch_may() -> None:
+    config = hopper_config(128, 256)
+    assert make_hopper_spec(operands(), launch(config), None).streams
+    assert not make_hopper_spec(operands(), launch(config, may_stream=False), None).streams
+    assert not make_hopper_spec(operands(), launch(dataclasses.replace(config, streams=False)), None).streams
+
+
+@given(num_tiles=st.integers(0, 2000), num_programs=st.integers(1, 200))
+def test_what_is_streamed_is_what_leaves_whole_waves(num_tiles: int, num_programs: int) -> None:
+    count = num_streamed(num_tiles, num_programs)
+    if num_tiles < num_programs or num_tiles % num_programs == 0:
+        assert count == 0
+    else:
+        assert num_programs < count < 2 * num_programs and (num_tiles - count) % num_programs == 0
+
+
+@pytest.fixture
+def flags(monkeypatch: pytest.MonkeyPatch) -> Any:
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    capturing = SimpleNamespace(now=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.now)
+    monkeypatch.setattr(_Flags, "_NUM_KEPT", 3)
+    return SimpleNamespace(made=_Flags(torch.device("cpu")), capturing=capturing)
+
+
+def test_launches_go_round_a_ring_of_flags_and_graphs_keep_theirs(flags: Any) -> None:
+    taken = [flags.made.take() for _ in range(_Flags._NUM_RING)]
+    assert len(set(taken)) == _Flags._NUM_RING and flags.made.take() == taken[0]
+    assert all(abs(a - b) >= 4 * 132 for a, b in zip(taken, taken[1:], strict=False))
+    flags.capturing.now = True
+    kept = [flags.made.take(), flags.made.take()]
+    flags.capturing.now = False
+    kept.append(flags.made.keep())
+    assert len(set(kept)) == 3 and not set(kept) & set(taken)
+    assert flags.made.keep() == 0, "none are left"
+    last = flags.made._words.data_ptr() + flags.made._words.nbytes
+    assert all(flags.made._words.data_ptr() <= each <= last - 4 * 132 for each in (*taken, *kept))
+    assert not flags.made._words.any()
+
+
+def test_only_a_hopper_has_this_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, expected in (((9, 0), True), ((10, 0), False), ((8, 9), False)):
+        gemm_hopper_launch.is_hopper.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert gemm_hopper_launch.is_hopper(torch.device("cuda", 0)) is expected
+    gemm_hopper_launch.is_hopper.cache_clear()
+    assert not gemm_hopper_launch.is_hopper(torch.device("cpu"))

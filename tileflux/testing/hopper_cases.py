@@ -1,0 +1,125 @@
+"""Compile cases of Hopper's loop: every role that it takes, and every tile that is worth having there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from tileflux.config import GemmConfig
+from tileflux.kernels.gemm_hopper_launch import HopperSpec, Launch, make_hopper_spec, takes
+from tileflux.kernels.gemm_launch import ARRIVING, GATHERED, PLAIN, STAGE
+from tileflux.kernels.operands import ELEMENTS, Operands, Role
+from tileflux.testing.compile_gate import CompileCase, Imported
+
+__all__ = ["HOPPER_CASES", "SPECS", "TILES", "hopper_config"]
+
+SPECS = SimpleNamespace()
+"""The specs of all cases, by name."""
+
+TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (128, 64))
+"""Rows and columns; the first two keep WGMMA busiest, the others are for what would leave SMs idle."""
+
+_WORLD = 8
+_POLICIES = "tileflux.lang.policy"
+
+
+def hopper_config(block_m: int, block_n: int, dtype: torch.dtype = torch.bfloat16) -> GemmConfig:
+    """Tiles of that size, as Hopper's loop takes them."""
+    return GemmConfig(
+        block_m,
+        block_n,
+        128 // dtype.itemsize,
+        group_m=16,
+        num_warps=4 if block_m == 64 else 8,
+        hopper=True,
+        streams=True,
+    )
+
+
+def _spec(
+    role: Role, dtype: torch.dtype, config: GemmConfig, out_dtype: torch.dtype, activation: str | None, options: str
+) -> HopperSpec:
+    x, weight = torch.zeros(512, 256, dtype=dtype), torch.zeros(512, 256, dtype=dtype)
+    if "kn" in options:
+        weight = torch.zeros(256, 512, dtype=dtype).t()
+    out = torch.zeros(512, 512, dtype=out_dtype)
+    scales = (torch.ones(()), torch.ones(512)) if dtype.itemsize == 1 else (None, None)
+    bias = torch.zeros(512, dtype=torch.bfloat16) if activation or "bias" in options else None
+    operands = Operands(x, weight, out, bias, *scales, activation)
+    if not takes(operands, role, config):
+        raise ValueError(f"Hopper's loop does not take {role.name} with {config}")
+    launch = Launch(
+        role, config, 512, 0, 132,
+        world_size=1 if role is PLAIN else _WORLD, releases=role in (ARRIVING, STAGE), use_tma=True,
+        records="recorded" in options, trace=None, may_stream="whole" not in options,
+    )  # fmt: skip
+    return make_hopper_spec(operands, launch, None)
+
+
+def _case(
+    role: Role,
+    tile: tuple[int, int] = (128, 256),
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    out: torch.dtype = torch.bfloat16,
+    activation: str | None = None,
+    options: str = "",
+) -> CompileCase:
+    config = hopper_config(*tile, dtype)
+    spec = _spec(role, dtype, config, out, activation, options)
+    kinds = f"{tile[0]}x{tile[1]}_{ELEMENTS[dtype]}_{ELEMENTS[out]}_{activation}_{options.replace(' ', '_')}"
+    name = f"{role.name.replace(', ', '_').replace(' ', '_')}_{kinds}"
+    setattr(SPECS, name, spec)
+    wide = ("out", "bias", "scale_a", "scale_b", "flags", "partials", "trace")
+    signature = dict.fromkeys(wide, "i64") | dict.fromkeys(("M", "N", "K", "num_streamed"), "i32")
+    signature |= {"table_ptr": "*i64"}
+    constexprs: dict[str, object] = {
+        "ORDER": Imported(f"tileflux.lang.schedule:{role.order.fn.__name__}"),
+        "WAIT": Imported(f"{_POLICIES}:{role.wait.fn.__name__}"),
+        "FINISH": Imported(f"{_POLICIES}:{role.finish.fn.__name__}"),
+        "SPEC": Imported(f"tileflux.testing.hopper_cases:SPECS.{name}"),
+    }
+    a_block = [config.block_m, config.block_k]
+    b_block = [config.block_n, config.block_k] if spec.k_major else [config.block_k, config.block_n]
+    descriptors = {
+        "a_desc": (a_block, dtype, True),
+        "rows_desc": (a_block, dtype, role.gathers),
+        "b_desc": (b_block, dtype, True),
+        "out_desc": ([config.block_m, 64], out, spec.out_by_tma),
+    }
+    for argument, (block, kind, used) in descriptors.items():
+        if used:
+            layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENTS[kind])
+            signature[argument] = f"tensordesc<{ELEMENTS[kind]}{block},{layout!r}>"
+        else:
+            constexprs[argument] = None
+    return CompileCase(
+        name=f"hopper {name}",
+        kernel="tileflux.kernels.gemm_hopper:_gemm_hopper_kernel",
+        signature=signature,
+        constexprs=constexprs,
+        divisible_by_16=(),
+        options={"num_warps": spec.num_warps},
+        architectures=(90,),
+        waits=role in (ARRIVING, STAGE),
+        signals=role in (ARRIVING, STAGE),
+        announces_tma=False,
+    )
+
+
+def _all_cases() -> tuple[CompileCase, ...]:
+    fp8, fp32 = torch.float8_e4m3fn, torch.float32
+    cases = [_case(PLAIN, tile) for tile in TILES]
+    cases += [_case(role, tile) for role in (ARRIVING, STAGE) for tile in ((128, 256), (64, 128))]
+    cases += [_case(PLAIN, options=each) for each in ("kn", "whole", "recorded", "bias")]
+    cases += [_case(role, options="recorded") for role in (ARRIVING, STAGE)]
+    cases += [_case(GATHERED), _case(PLAIN, out=fp32), _case(PLAIN, dtype=torch.float16, out=torch.float16)]
+    cases += [_case(PLAIN, activation=each) for each in ("relu", "gelu", "silu")]
+    cases += [_case(role, (128, 128), fp8) for role in (PLAIN, STAGE)]
+    cases += [_case(ARRIVING, (128, 128), activation="gelu")]
+    return tuple(cases)
+
+
+HOPPER_CASES: tuple[CompileCase, ...] = _all_cases()
