@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_hopper_launch
-from tileflux.kernels.gemm_hopper_launch import Launch, _Flags, make_hopper_spec, num_streamed, takes
+from tileflux.kernels.gemm_hopper_launch import Launch, _Flags, hopper_family, make_hopper_spec, takes
 from tileflux.kernels.gemm_launch import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
 from tileflux.kernels.operands import Operands
 from tileflux.testing.hopper_cases import TILES, hopper_config
@@ -27,7 +25,7 @@ def operands(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Operands:
     return dataclasses.replace(Operands(x, weight, out), **changes)
 
 
-@pytest.mark.parametrize("role", [PLAIN, ARRIVING, GATHERED, STAGE])
+@pytest.mark.parametrize("role", [PLAIN, ARRIVING, GATHER, GATHERED, SCATTER, STAGE, SPREAD])
 def test_it_takes_what_it_is_for(role: Any) -> None:
     for tile in TILES:
         assert takes(operands(), role, hopper_config(*tile))
@@ -60,9 +58,6 @@ def test_it_takes_what_it_is_for(role: Any) -> None:
             hopper_config(128, 128, torch.float8_e4m3fn),
             ARRIVING,
         ),
-        (operands(), hopper_config(128, 256), GATHER),
-        (operands(), hopper_config(128, 256), SCATTER),
-        (operands(), hopper_config(128, 256), SPREAD),
     ],
 )
 def test_the_rest_is_left_to_the_other_loop(given: Operands, config: GemmConfig, role: Any) -> None:
@@ -109,15 +104,20 @@ def test_tiles_are_cut_only_where_the_launch_may() -> None:
     assert make_hopper_spec(operands(), launch(config), None).streams
     assert not make_hopper_spec(operands(), launch(config, may_stream=False), None).streams
     assert not make_hopper_spec(operands(), launch(dataclasses.replace(config, streams=False)), None).streams
+    assert not make_hopper_spec(operands(), launch(config, SPREAD, world_size=2), None).streams, "sums have no K"
 
 
-@given(num_tiles=st.integers(0, 2000), num_programs=st.integers(1, 200))
-def test_what_is_streamed_is_what_leaves_whole_waves(num_tiles: int, num_programs: int) -> None:
-    count = num_streamed(num_tiles, num_programs)
-    if num_tiles < num_programs or num_tiles % num_programs == 0:
-        assert count == 0
-    else:
-        assert num_programs < count < 2 * num_programs and (num_tiles - count) % num_programs == 0
+def test_virtual_ranks_find_any_variant_that_one_of_them_needs_among_those_loaded_for_all() -> None:
+    config = dataclasses.replace(hopper_config(128, 256), streams=False)
+    odd = operands(out=torch.zeros(512, 509, dtype=torch.bfloat16), weight=torch.zeros(509, 256, dtype=torch.bfloat16))
+    for role in (PLAIN, GATHER, SCATTER):
+        how = launch(config, role, may_stream=False)
+        family = hopper_family(operands(), how)
+        assert family == hopper_family(odd, how)
+        for given in (operands(), odd):
+            for rows in ((256, 256), (250, 262)):
+                turn: Any = SimpleNamespace(plan=SimpleNamespace(rows=rows, chunk_rows=rows[1]))
+                assert make_hopper_spec(given, how, turn) in family
 
 
 @pytest.fixture

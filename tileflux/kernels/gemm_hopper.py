@@ -26,21 +26,24 @@ from tileflux.lang.hopper import (
     warpgroup_mma_wait,
     whole,
 )
-from tileflux.lang.schedule import next_piece, streamed_part
+from tileflux.lang.schedule import next_piece, num_streamed, streamed_part
 from tileflux.lang.signal import await_neighbour, clock_ns, signal
 from tileflux.lang.trace import note_tile
-from tileflux.lang.turn import CHUNK_ROWS, NUM_CHUNKS, RANK, confirm_call, release, shard, word
+from tileflux.lang.turn import CHUNK_ROWS, NUM_CHUNKS, RANK, confirm_call, feed, release, shard, word
 
 __all__ = ["NUMBERS"]
 
 NUMBERS = (
-    "out", "bias", "scale_a", "scale_b", "M", "N", "K", "num_streamed", "flags", "partials", "trace", "table_ptr"
+    "a", "out", "bias", "scale_a", "scale_b", "M", "N", "K", "flags", "partials", "trace", "table_ptr"
 )  # fmt: skip
 """Arguments that must not make a variant of the kernel by their value."""
+
+_COPY_BLOCK = gl.constexpr(2048)
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def _gemm_hopper_kernel(
+    a: tl.int64,
     out: tl.int64,
     bias: tl.int64,
     scale_a: tl.int64,
@@ -48,7 +51,6 @@ def _gemm_hopper_kernel(
     M: tl.int32,
     N: tl.int32,
     K: tl.int32,
-    num_streamed: tl.int32,
     a_desc,
     rows_desc,
     b_desc,
@@ -72,7 +74,7 @@ def _gemm_hopper_kernel(
         mbarrier.init(empty.index(stage), count=1)
         mbarrier.init(full.index(stage), count=1)
     ring = (a_ring, b_ring, empty, full)
-    sizes = (M, N, K, num_streamed)
+    sizes = (M, N, K)
     target = out
     if SPEC.out_by_tma:
         target = (out_desc, piece_buffers(out_desc))
@@ -80,8 +82,8 @@ def _gemm_hopper_kernel(
     workspace = (flags, partials)
     gl.warp_specialize(
         [
-            (_consume, (ring, sizes, target, factors, workspace, trace, table_ptr, ORDER, FINISH, SPEC)),
-            (_produce, (ring, sizes, a_desc, rows_desc, b_desc, table_ptr, ORDER, WAIT, SPEC)),
+            (_consume, (ring, sizes, a, target, factors, workspace, trace, table_ptr, ORDER, FINISH, SPEC)),
+            (_produce, (ring, sizes, a_desc, rows_desc, b_desc, flags, table_ptr, ORDER, WAIT, SPEC)),
         ],
         [1],
         [SPEC.producer_registers],
@@ -90,16 +92,16 @@ def _gemm_hopper_kernel(
 
 @gluon.jit
 def _produce(
-    ring, sizes, a_desc, rows_desc, b_desc, table, ORDER: gl.constexpr, WAIT: gl.constexpr, SPEC: gl.constexpr
-):
+    ring, sizes, a_desc, rows_desc, b_desc, flags, table,
+    ORDER: gl.constexpr, WAIT: gl.constexpr, SPEC: gl.constexpr,
+):  # fmt: skip
     """Load what the consumer will multiply, as soon as it is there."""
     a_ring, b_ring, empty, full = ring
-    M, N, K, num_streamed = sizes
-    cursor, end, step, num_steps, num_k = _begin(sizes, table, SPEC)
+    cursor, end, step, num_steps, num_k = _begin(sizes, flags, table, SPEC)
     count = num_steps * 0
     ready = count - 1
     while (cursor < end) | (step < num_steps):
-        this, first_k, end_k, cursor, step = next_piece(cursor, end, step, num_k, gl.num_programs(0))
+        this, first_k, end_k, cursor, step = next_piece(cursor, end, step, num_k, _num_multipliers(SPEC))
         owner, chunk, m, n, turn, first_row, row, end_row, slab, rank = _locate(this, sizes, table, ORDER, SPEC)
         if row < end_row:
             if slab != ready:
@@ -134,19 +136,27 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    ring, sizes, target, factors, workspace, trace, table,
+    ring, sizes, a, target, factors, workspace, trace, table,
     ORDER: gl.constexpr, FINISH: gl.constexpr, SPEC: gl.constexpr,
 ):  # fmt: skip
     """Multiply what the producer has loaded, and finish tiles."""
-    M, N, K, num_streamed = sizes
+    M, N, K = sizes
     LAYOUT: gl.constexpr = SPEC.accumulator_layout
     BLOCK_M: gl.constexpr = SPEC.block_m
     BLOCK_N: gl.constexpr = SPEC.block_n
-    cursor, end, step, num_steps, num_k = _begin(sizes, table, SPEC)
-    program = gl.program_id(0)
+    cursor, end, step, num_steps, num_k = _begin(sizes, workspace[0], table, SPEC)
+    program = gl.program_id(0) - SPEC.num_feeders
+    if SPEC.num_feeders > 0:  # noqa: SIM102 - `and` does not keep the compiler from what follows
+        if program < 0:
+            row_bytes = K.to(gl.int64) * (SPEC.a_type.primitive_bitwidth // 8)
+            feeders = num_steps * 0 + SPEC.num_feeders
+            feed(
+                a, factors[1], row_bytes, table, gl.program_id(0), feeders, trace,
+                False, SPEC.world_size, _COPY_BLOCK, SPEC.records,
+            )  # fmt: skip
     count = num_steps * 0
     while (cursor < end) | (step < num_steps):
-        this, first_k, end_k, cursor, step = next_piece(cursor, end, step, num_k, gl.num_programs(0))
+        this, first_k, end_k, cursor, step = next_piece(cursor, end, step, num_k, _num_multipliers(SPEC))
         owner, chunk, m, n, turn, first_row, row, end_row, slab, rank = _locate(this, sizes, table, ORDER, SPEC)
         if row < end_row:
             if SPEC.records:
@@ -224,24 +234,39 @@ def _await_first(ring, count, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _begin(sizes, table, SPEC: gl.constexpr):
-    """(cursor and end of the streamed part, first whole step, number of steps, blocks of K in a tile)."""
-    M, N, K, num_streamed = sizes
+def _begin(sizes, flags, table, SPEC: gl.constexpr):
+    """(cursor and end of the streamed part, first whole step, number of steps, blocks of K in a tile).
+
+    A program that feeds has nothing to multiply. Without flags nothing is streamed.
+    """
+    M, N, K = sizes
     num_m, num_n = _num_tiles(sizes, table, SPEC)
     num_chunks = num_m * 0 + 1
     if SPEC.num_shards > 1:
         num_chunks = word(table, NUM_CHUNKS)
     num_steps = SPEC.num_turns * SPEC.num_shards * num_chunks * num_m * num_n
     num_k = gl.cdiv(K, SPEC.block_k)
-    program = gl.program_id(0)
-    cursor, end = streamed_part(program, gl.num_programs(0), num_streamed, num_k)
-    return cursor, end, num_streamed + program, num_steps, num_k
+    program = gl.program_id(0) - SPEC.num_feeders
+    count = num_m * 0
+    if SPEC.streams:  # noqa: SIM102
+        if flags != 0:
+            count = num_streamed(num_steps, _num_multipliers(SPEC))
+    cursor, end = streamed_part(program, _num_multipliers(SPEC), count, num_k)
+    step = count + program
+    if program < 0:
+        step = num_steps
+    return cursor, end, step, num_steps, num_k
+
+
+@gluon.jit
+def _num_multipliers(SPEC: gl.constexpr):
+    return gl.num_programs(0) - SPEC.num_feeders
 
 
 @gluon.jit
 def _num_tiles(sizes, table, SPEC: gl.constexpr):
     """Tiles of a chunk, down and across."""
-    M, N, K, num_streamed = sizes
+    M, N, K = sizes
     rows = M
     if SPEC.num_shards > 1:
         rows = word(table, CHUNK_ROWS)
@@ -251,7 +276,7 @@ def _num_tiles(sizes, table, SPEC: gl.constexpr):
 @gluon.jit
 def _locate(step, sizes, table, ORDER: gl.constexpr, SPEC: gl.constexpr):
     """(owner, chunk, m, n, turn, first row of the shard, row in it, end of the rows, number of the chunk, rank)."""
-    M, N, K, num_streamed = sizes
+    M, N, K = sizes
     num_m, num_n = _num_tiles(sizes, table, SPEC)
     rank = step * 0
     num_chunks = rank + 1

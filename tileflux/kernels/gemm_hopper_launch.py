@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +14,22 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tileflux.config import GemmConfig
 from tileflux.kernels.gemm_hopper import _gemm_hopper_kernel
-from tileflux.kernels.loading import load_once
+from tileflux.kernels.loading import launching, load_once
 from tileflux.kernels.operands import ELEMENTS, GemmSpec, Operands, Role, make_spec
 from tileflux.kernels.prepared import Launcher, Tile, relaunchable
 from tileflux.kernels.turns import Turn
+from tileflux.lang.schedule import num_streamed, replay
+from tileflux.symm.group import Group
 
 __all__ = [
     "HopperSpec",
     "Launch",
     "Prepared",
+    "hopper_family",
     "is_hopper",
     "launch_hopper",
+    "load_hopper",
     "make_hopper_spec",
-    "num_streamed",
     "takes",
 ]
 
@@ -35,6 +39,8 @@ _SHARED_BYTES = 232448 - 2048  # a program's, less barriers and what single numb
 _MAX_STAGES = 8
 _MAX_ACCUMULATORS = 128  # registers a thread, of some 230
 _WAITING_REGISTERS, _LOADING_REGISTERS = 56, 40  # of the producer; the consumer gets the rest
+_NUM_FIRST = 8  # arguments of the kernel before its descriptors
+_NUM_STREAMED = replay(num_streamed)
 _HALVES = (torch.float16, torch.bfloat16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -71,7 +77,7 @@ def is_hopper(device: torch.device) -> bool:
 def takes(operands: Operands, role: Role, config: GemmConfig) -> bool:
     """Whether this loop can do it; alignment for TMA is another question."""
     x, weight = operands.x, operands.weight
-    if not (config.hopper and role.on_hopper) or operands.is_gated:
+    if not config.hopper or operands.is_gated:
         return False
     num_warps = _num_warps(config)
     accumulators = config.block_m * config.block_n // (32 * num_warps)
@@ -87,12 +93,6 @@ def takes(operands: Operands, role: Role, config: GemmConfig) -> bool:
         # One stage's products are added up apart: twice the registers. WGMMA reads fp8 along K alone.
         return weight.dtype in _FP8 and operands.k_major and 2 * accumulators <= _MAX_ACCUMULATORS
     return x.dtype in _HALVES and weight.dtype == x.dtype
-
-
-def num_streamed(num_tiles: int, num_programs: int) -> int:
-    """Tiles that programs share out along K too, so that all end together: of the last wave, and the one before."""
-    rest = num_tiles % num_programs
-    return num_programs + rest if rest and num_tiles > num_programs else 0
 
 
 @dataclass(frozen=True)
@@ -114,39 +114,66 @@ class Launch:
     """Every step is a tile, and nobody else's programs hold SMs that this launch's wait for."""
 
 
-def launch_hopper(operands: Operands, launch: Launch, turn: Turn | None, *, load_only: bool = False) -> Prepared | None:
+def launch_hopper(
+    operands: Operands, launch: Launch, group: Group | None, turn: Turn | None, *, load_only: bool = False
+) -> Prepared | None:
     """Queue the kernel on the current stream. Returns what repeats it, where that is possible."""
-    config, device = launch.config, operands.x.device
     spec = make_hopper_spec(operands, launch, turn)
-    num_tiles = _num_tiles(operands, launch, turn)
-    streamed = num_streamed(num_tiles, launch.num_programs) if spec.streams else 0
-    descriptors = _descriptors(operands, spec, turn if launch.role.gathers else None)
-    prepared = Prepared(operands, launch, turn, spec, streamed)
-
-    def start(grid: int) -> Any:
-        first, last = prepared.arguments(operands, turn, with_flags=grid > 0)
-        return _gemm_hopper_kernel[(grid,)](
-            *first, *descriptors, *last, *_constants(launch.role, spec), num_warps=spec.num_warps
-        )
-
-    load_once(device, (launch.role.name, spec, config), functools.partial(start, 0))
+    load_hopper(operands, launch, group, [spec])
     if load_only:
         return None
-    compiled = start(launch.num_programs)
+    num_tiles = _num_tiles(operands, launch, turn)
+    streams = spec.streams and bool(_NUM_STREAMED(num_tiles, launch.num_programs - launch.num_feeders))
+    prepared = Prepared(operands, launch, turn, spec, streams)
+    descriptors = _descriptors(operands, spec, turn if launch.role.gathers else None)
+    first, last = prepared.arguments(operands, turn)
+    with launching(group):
+        compiled = _start(launch.num_programs, first, descriptors, last, launch.role, spec)
     if launch.trace is not None or not relaunchable(_gemm_hopper_kernel):
         return None
+    device = operands.x.device
     prepared.keep(Launcher(compiled, device.index or 0, _constants(launch.role, spec)), descriptors)
     return prepared
+
+
+def load_hopper(operands: Operands, launch: Launch, group: Group | None, specs: Sequence[HopperSpec]) -> None:
+    """Load these variants, with nothing to do."""
+    device, role = operands.x.device, launch.role
+    for spec in specs:
+
+        def load(spec: HopperSpec = spec) -> None:
+            last = (0, 0, 0, _no_table(device))
+            _start(0, (0,) * _NUM_FIRST, _blank_descriptors(operands, spec, role), last, role, spec)
+
+        load_once(device, (role.name, spec, launch.config), load, group)
+
+
+def hopper_family(operands: Operands, launch: Launch) -> list[HopperSpec]:
+    """The variants that virtual ranks choose from, which may differ in what is aligned, and in what is cut short."""
+    found = []
+    for aligned, by_tma in ((True, True), (True, False), (False, False)):
+        plain = dataclasses.replace(_plain_spec(operands, launch), out_aligned=aligned)
+        if not by_tma or _may_leave_by_tma(operands, launch.role):
+            found.append(_make_spec(plain, launch.config, by_tma, False, launch.role.awaits_rows))
+    return found
+
+
+def _start(
+    grid: int, first: tuple[int, ...], descriptors: tuple[Any, ...], last: tuple[Any, ...], role: Role, spec: HopperSpec
+) -> Any:
+    return _gemm_hopper_kernel[(grid,)](
+        *first, *descriptors, *last, *_constants(role, spec), num_warps=spec.num_warps
+    )  # fmt: skip
 
 
 class Prepared:
     """A launch of which all but the addresses is known."""
 
-    def __init__(self, operands: Operands, launch: Launch, turn: Turn | None, spec: HopperSpec, streamed: int) -> None:
+    def __init__(self, operands: Operands, launch: Launch, turn: Turn | None, spec: HopperSpec, streams: bool) -> None:
         self._grid, self._trace = launch.num_programs, launch.trace
-        self._sizes, self._streamed = (launch.num_rows, operands.num_columns, operands.depth), streamed
-        self._partial_bytes = 4 * spec.block_m * spec.block_n * launch.num_programs if streamed else 0
-        self._flags = _flags(operands.x.device) if streamed else None
+        self._sizes = (launch.num_rows, operands.num_columns, operands.depth)
+        self._partial_bytes = 4 * spec.block_m * spec.block_n * launch.num_programs if streams else 0
+        self._flags = _flags(operands.x.device) if streams else None
         self._own_flags = self._flags.keep() if self._flags is not None and turn is not None else None
         self._device = operands.x.device
         self._launcher: Launcher | None = None
@@ -158,19 +185,17 @@ class Prepared:
         self._shapes = [None if each is None else (tuple(each.shape), tuple(each.strides)) for each in (a, b, out)]
         self._rows = None if rows is None else Tile(rows.base.data_ptr(), tuple(rows.shape), tuple(rows.strides))
 
-    def arguments(
-        self, operands: Operands, turn: Turn | None, *, with_flags: bool = True
-    ) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    def arguments(self, operands: Operands, turn: Turn | None) -> tuple[tuple[int, ...], tuple[Any, ...]]:
         """What goes before the descriptors, and what behind them."""
         flags = partials = 0
-        if self._flags is not None and with_flags:
-            flags = self._own_flags or self._flags.take()
+        if self._flags is not None:
+            flags = self._flags.take() if self._own_flags is None else self._own_flags
         if flags:
             # The allocator gives it to nobody else before this stream is done with it.
             partials = torch.empty(self._partial_bytes, dtype=torch.uint8, device=self._device).data_ptr()
         bias = operands.bias if operands.adds_bias else None
         addresses = (_address(each) for each in (bias, operands.scale_x, operands.scale_weight))
-        first = (operands.out.data_ptr(), *addresses, *self._sizes, self._streamed if flags else 0)
+        first = (operands.x.data_ptr(), operands.out.data_ptr(), *addresses, *self._sizes)
         table = _no_table(self._device) if turn is None else turn.table
         return first, (flags, partials, _address(self._trace), table)
 
@@ -225,15 +250,24 @@ _flags = functools.cache(_Flags)
 def make_hopper_spec(operands: Operands, launch: Launch, turn: Turn | None) -> HopperSpec:
     """The variant for these operands."""
     role, config = launch.role, launch.config
-    plain = make_spec(
-        operands, role, config,
-        world_size=launch.world_size, num_feeders=0, releases=launch.releases, use_tma=True,
-        records=launch.records,
-    )  # fmt: skip
+    plain = _plain_spec(operands, launch)
     # A tile may only be stored whole where it ends with its chunk, or with all rows.
     whole = turn is None or all(count % config.block_m == 0 for count in (*turn.plan.rows, turn.plan.chunk_rows))
-    by_tma = whole and plain.out_aligned and role.stores and operands.out.dtype in _HALVES
-    return _make_spec(plain, config, by_tma, config.streams and launch.may_stream, role.awaits_rows)
+    by_tma = whole and plain.out_aligned and _may_leave_by_tma(operands, role)
+    streams = config.streams and launch.may_stream and role.num_turns == 1
+    return _make_spec(plain, config, by_tma, streams, role.awaits_rows)
+
+
+def _plain_spec(operands: Operands, launch: Launch) -> GemmSpec:
+    return make_spec(
+        operands, launch.role, launch.config,
+        world_size=launch.world_size, num_feeders=launch.num_feeders, releases=launch.releases, use_tma=True,
+        records=launch.records,
+    )  # fmt: skip
+
+
+def _may_leave_by_tma(operands: Operands, role: Role) -> bool:
+    return role.stores and operands.out.dtype in _HALVES
 
 
 @functools.lru_cache(maxsize=4096)
@@ -275,6 +309,16 @@ def _descriptors(operands: Operands, spec: HopperSpec, turn: Turn | None) -> tup
         b = _describe(weight.t(), [spec.block_k, spec.block_n])
     out = _describe(operands.out, [spec.block_m, _PIECE]) if spec.out_by_tma else None
     return _describe(x, a_block), rows, b, out
+
+
+def _blank_descriptors(operands: Operands, spec: HopperSpec, role: Role) -> tuple[TensorDescriptor | None, ...]:
+    """For a launch with nothing to do: of the right types."""
+    a_block = [spec.block_m, spec.block_k]
+    a = _describe(operands.x.new_empty(a_block), a_block)
+    b_block = [spec.block_n, spec.block_k] if operands.k_major else [spec.block_k, spec.block_n]
+    out_block = [spec.block_m, _PIECE]
+    out = _describe(operands.out.new_empty(out_block), out_block) if spec.out_by_tma else None
+    return a, a if role.gathers else None, _describe(operands.weight.new_empty(b_block), b_block), out
 
 
 def _describe(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:

@@ -11,7 +11,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tileflux import device as device_info
 from tileflux.config import GemmConfig
 from tileflux.kernels.gemm import _gemm_kernel
-from tileflux.kernels.gemm_hopper_launch import Launch, Prepared, is_hopper, launch_hopper, takes
+from tileflux.kernels.gemm_hopper_launch import (
+    Launch,
+    Prepared,
+    hopper_family,
+    is_hopper,
+    launch_hopper,
+    load_hopper,
+    takes,
+)
 from tileflux.kernels.loading import launching, load_once
 from tileflux.kernels.operands import GemmSpec, Operands, Role, make_spec, scale_kind
 from tileflux.kernels.prepared import Kept, Launcher, Tile, relaunchable
@@ -51,14 +59,12 @@ MAX_REGISTERS = 255
 """Said to the assembler, which else spills to fit more programs on an SM than shared memory allows."""
 
 _STORES = functools.partial(Role, finish=store_tile, stores=True)
-PLAIN = _STORES("gemm", arrival_order, wait_for_nothing, is_sharded=False, on_hopper=True)
+PLAIN = _STORES("gemm", arrival_order, wait_for_nothing, is_sharded=False)
 GATHER = _STORES("ag_gemm", arrival_order, wait_for_rows, gathers=True, feeds=True, awaits_rows=True)
-ARRIVING = _STORES(
-    "ag_gemm, rows sent by copies", arrival_order, wait_for_rows, gathers=True, awaits_rows=True, on_hopper=True
-)
-GATHERED = _STORES("ag_gemm, rows already here", arrival_order, wait_for_nothing, gathers=True, on_hopper=True)
+ARRIVING = _STORES("ag_gemm, rows sent by copies", arrival_order, wait_for_rows, gathers=True, awaits_rows=True)
+GATHERED = _STORES("ag_gemm, rows already here", arrival_order, wait_for_nothing, gathers=True)
 SCATTER = Role("gemm_rs", departure_order, wait_for_slot, scatter_tile)
-STAGE = Role("gemm_rs, sent by copies", departure_order, wait_for_nothing, stage_tile, num_spare_sms=1, on_hopper=True)
+STAGE = Role("gemm_rs, sent by copies", departure_order, wait_for_nothing, stage_tile, num_spare_sms=1)
 SPREAD = Role("gemm_ar", twice_order, wait_for_slots, spread_tile, is_sharded=False, num_turns=2)
 
 
@@ -96,8 +102,13 @@ def launch_gemm(
     )  # fmt: skip
     is_virtual = group is not None and group.stream is not None
     prepared: Prepared | _Prepared | None
-    if use_tma and not is_virtual and is_hopper(x.device) and takes(operands, role, config):
-        prepared = launch_hopper(operands, launch, turn, load_only=load_only)
+    on_hopper = is_hopper(x.device) and takes(operands, role, config)
+    if on_hopper and is_virtual:
+        # Which loop a virtual rank needs depends on what is aligned: both are there before the first of them waits.
+        load_hopper(operands, launch, group, hopper_family(operands, launch))
+        _launch_triton(operands, launch, group, turn, load_only=True)
+    if on_hopper and use_tma:
+        prepared = launch_hopper(operands, launch, group, turn, load_only=load_only)
     else:
         prepared = _launch_triton(operands, launch, group, turn, load_only=load_only)
     if prepared is not None:

@@ -90,8 +90,6 @@ class Role:
     """SMs left to small kernels of the same call that must run beside this one."""
     stores: bool = False
     """A finished tile goes into the output, and nothing else happens."""
-    on_hopper: bool = False
-    """Hopper's loop takes it too: no program feeds, and every tile has one place to go."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -2,8 +2,8 @@
 
 A Gluon kernel may call functions of ``@triton.jit``: they are compiled with Gluon's rules, under which every block of
 numbers has a layout. So the functions of ``lang/`` that handle single numbers serve both loops; where one makes a
-block, it asks ``span`` or ``thread_numbers`` for it. A kernel divided into *partitions* (``warp_specialize``) runs each
-on warps of its own: a barrier, or "one thread", is then a partition's.
+block, it asks ``span``, ``lanes`` or ``thread_numbers`` for it. A kernel divided into *partitions*
+(``warp_specialize``) runs each on warps of its own: a barrier, or "one thread", is then a partition's.
 """
 
 from typing import Any
@@ -25,6 +25,7 @@ __all__ = [
     "gl",
     "gluon",
     "halves",
+    "lanes",
     "load_partial",
     "mbarrier",
     "num_threads",
@@ -53,6 +54,17 @@ def span(count: Any, _semantic: Any = None) -> Any:
     return tl.arange(0, count, _semantic=_semantic)
 
 
+def lanes(count: Any, width: Any, _semantic: Any = None, _generator: Any = None) -> Any:
+    """0 to ``count`` - 1, for all threads to share out, ``width`` neighbours each; Triton finds that out by itself."""
+    if _semantic is None:
+        return tl.arange(0, count)
+    if isinstance(_semantic, GluonSemantic):
+        warps = gl.num_warps(_semantic=_semantic, _generator=_generator).value
+        layout = gl.BlockedLayout([tl.constexpr(width).value], [_WARP], [warps], [0])
+        return gl.arange(0, count, layout, _semantic=_semantic)
+    return tl.arange(0, count, _semantic=_semantic)
+
+
 def thread_numbers(_semantic: Any = None, _generator: Any = None) -> Any:
     """A block with a number for every thread of the program, or of the partition that runs this, at least."""
     if _semantic is None:
@@ -73,7 +85,7 @@ def num_threads(_semantic: Any = None, _generator: Any = None) -> Any:
     return tl.constexpr(_WARP * _semantic.builder.options.num_warps)
 
 
-for _function in (span, thread_numbers, num_threads):
+for _function in (span, lanes, thread_numbers, num_threads):
     _function.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 

@@ -9,6 +9,8 @@ looked at while running.
 import triton
 import triton.language as tl
 
+from tileflux.lang.hopper import lanes
+
 __all__ = ["copy_run", "extent", "part", "typed"]
 
 
@@ -60,13 +62,13 @@ def _copy_wide(dst, src, nbytes, BLOCK: tl.constexpr):
     source = typed(src, tl.int64, True)
     num_elements = nbytes // 8
     num_blocks = num_elements // BLOCK
-    lanes = tl.arange(0, BLOCK)
+    numbers = lanes(BLOCK, 2)
     for block in range(num_blocks):
         # Whole blocks carry no mask: a mask of unknown alignment makes every access one element wide.
-        offsets = block * BLOCK + lanes
+        offsets = block * BLOCK + numbers
         tl.store(to + offsets, tl.load(source + offsets))
     if num_blocks * BLOCK < num_elements:
-        offsets = num_blocks * BLOCK + lanes
+        offsets = num_blocks * BLOCK + numbers
         inside = offsets < num_elements
         tl.store(to + offsets, tl.load(source + offsets, mask=inside), mask=inside)
     return num_elements * 8
@@ -79,6 +81,6 @@ def _copy_narrow(dst, src, nbytes, ELEMENT: tl.constexpr, BLOCK: tl.constexpr):
     source = typed(src, ELEMENT, False)
     num_elements = nbytes // (ELEMENT.primitive_bitwidth // 8)
     for begin in range(0, num_elements, BLOCK):
-        offsets = begin + tl.arange(0, BLOCK)
+        offsets = begin + lanes(BLOCK, 1)
         inside = offsets < num_elements
         tl.store(to + offsets, tl.load(source + offsets, mask=inside), mask=inside)

@@ -15,7 +15,16 @@ from typing import Any
 
 import triton
 
-__all__ = ["arrival_order", "departure_order", "grouped", "next_piece", "replay", "streamed_part", "twice_order"]
+__all__ = [
+    "arrival_order",
+    "departure_order",
+    "grouped",
+    "next_piece",
+    "num_streamed",
+    "replay",
+    "streamed_part",
+    "twice_order",
+]
 
 
 @triton.jit
@@ -57,16 +66,26 @@ def _shard_order(step, first, num_shards, num_chunks, num_m, num_n, group_m):
 
 
 @triton.jit
-def streamed_part(program, num_programs, num_streamed, num_k):
-    """(first, end) of a program's part of the tiles that are *streamed*: cut along K too, all programs alike.
+def num_streamed(num_steps, num_programs):
+    """Steps that are *streamed*, so that all programs end together: the last wave's, and those of one more."""
+    rest = num_steps % num_programs
+    count = rest * 0
+    if (rest > 0) & (num_steps > num_programs):
+        count = num_programs + rest
+    return count
 
-    The first ``num_streamed`` steps, one to two for every program, are one long row of blocks of K, which programs
-    share out evenly. So a tile has one part or two. Who has the end of a tile but not its beginning comes to it first,
+
+@triton.jit
+def streamed_part(program, num_programs, count, num_k):
+    """(first, end) of a program's part of the tiles that are streamed: cut along K too, all programs alike.
+
+    The first ``count`` steps, one to two for every program, are one long row of blocks of K, which programs share out
+    evenly. So a tile has one part or two. Who has the end of a tile but not its beginning comes to it first,
     and leaves its sum to who has the beginning. That one has a later number: nobody waits for a program that starts
     after it.
     """
     place = num_programs - 1 - program
-    num_blocks = num_streamed * num_k
+    num_blocks = count * num_k
     return place * num_blocks // num_programs, (place + 1) * num_blocks // num_programs
 
 

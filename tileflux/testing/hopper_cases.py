@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from tileflux.config import GemmConfig
 from tileflux.kernels.gemm_hopper_launch import HopperSpec, Launch, make_hopper_spec, takes
-from tileflux.kernels.gemm_launch import ARRIVING, GATHERED, PLAIN, STAGE
+from tileflux.kernels.gemm_launch import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
 from tileflux.kernels.operands import ELEMENTS, Operands, Role
 from tileflux.testing.compile_gate import CompileCase, Imported
 
@@ -47,12 +47,12 @@ def _spec(
     out = torch.zeros(512, 512, dtype=out_dtype)
     scales = (torch.ones(()), torch.ones(512)) if dtype.itemsize == 1 else (None, None)
     bias = torch.zeros(512, dtype=torch.bfloat16) if activation or "bias" in options else None
-    operands = Operands(x, weight, out, bias, *scales, activation)
+    operands = Operands(x, weight, out, bias, scales[0], scales[1], activation)
     if not takes(operands, role, config):
         raise ValueError(f"Hopper's loop does not take {role.name} with {config}")
     launch = Launch(
-        role, config, 512, 0, 132,
-        world_size=1 if role is PLAIN else _WORLD, releases=role in (ARRIVING, STAGE), use_tma=True,
+        role, config, 512, 2 if role.feeds else 0, 132,
+        world_size=1 if role is PLAIN else _WORLD, releases=role not in (PLAIN, GATHERED), use_tma=True,
         records="recorded" in options, trace=None, may_stream="whole" not in options,
     )  # fmt: skip
     return make_hopper_spec(operands, launch, None)
@@ -72,8 +72,8 @@ def _case(
     kinds = f"{tile[0]}x{tile[1]}_{ELEMENTS[dtype]}_{ELEMENTS[out]}_{activation}_{options.replace(' ', '_')}"
     name = f"{role.name.replace(', ', '_').replace(' ', '_')}_{kinds}"
     setattr(SPECS, name, spec)
-    wide = ("out", "bias", "scale_a", "scale_b", "flags", "partials", "trace")
-    signature = dict.fromkeys(wide, "i64") | dict.fromkeys(("M", "N", "K", "num_streamed"), "i32")
+    wide = ("a", "out", "bias", "scale_a", "scale_b", "flags", "partials", "trace")
+    signature = dict.fromkeys(wide, "i64") | dict.fromkeys(("M", "N", "K"), "i32")
     signature |= {"table_ptr": "*i64"}
     constexprs: dict[str, object] = {
         "ORDER": Imported(f"tileflux.lang.schedule:{role.order.fn.__name__}"),
@@ -103,8 +103,8 @@ def _case(
         divisible_by_16=(),
         options={"num_warps": spec.num_warps},
         architectures=(90,),
-        waits=role in (ARRIVING, STAGE),
-        signals=role in (ARRIVING, STAGE),
+        waits=role not in (PLAIN, GATHERED),
+        signals=role not in (PLAIN, GATHERED),
         announces_tma=False,
     )
 
@@ -115,6 +115,8 @@ def _all_cases() -> tuple[CompileCase, ...]:
     cases += [_case(role, tile) for role in (ARRIVING, STAGE) for tile in ((128, 256), (64, 128))]
     cases += [_case(PLAIN, options=each) for each in ("kn", "whole", "recorded", "bias")]
     cases += [_case(role, options="recorded") for role in (ARRIVING, STAGE)]
+    cases += [_case(role, tile, options="whole") for role in (GATHER, SCATTER) for tile in ((128, 256), (64, 128))]
+    cases += [_case(SPREAD, tile, options="whole") for tile in ((64, 128), (64, 64))]
     cases += [_case(GATHERED), _case(PLAIN, out=fp32), _case(PLAIN, dtype=torch.float16, out=torch.float16)]
     cases += [_case(PLAIN, activation=each) for each in ("relu", "gelu", "silu")]
     cases += [_case(role, (128, 128), fp8) for role in (PLAIN, STAGE)]
