@@ -6,6 +6,7 @@ Compiling takes most of the time of a first run, and goes in parallel where runn
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import torch
 
 import tileflux
 from tileflux import GemmConfig
-from tileflux.kernels import gemm_launch, steps
+from tileflux.kernels import gemm_hopper_launch, gemm_launch, steps
 from tileflux.kernels.dense import multiply
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.prepare import prepare
@@ -23,9 +24,19 @@ from tileflux.kernels.turns import gather_shards, turn
 from tileflux.symm.group import Group
 from tileflux.testing import assert_close, poisoned
 from tileflux.testing.dense import DENSE_DTYPES, SCALED_DTYPES, DenseCase, ag_case, expected, reduction, rs_case
+from tileflux.testing.hopper_cases import hopper_config
 
 SMALL = GemmConfig(64, 64, 64, num_warps=4, num_stages=2, num_feeders=2, num_chunks=2)
 STRATEGIES = ("fused", "pipelined", "sequential")
+HOPPER_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+"""What Hopper's loop multiplies."""
+
+
+def tiles(dtype: torch.dtype, hopper: bool) -> GemmConfig:
+    """Small ones, so that small problems have many. On GPUs other than Hopper, ``hopper`` changes little."""
+    if hopper:
+        return dataclasses.replace(hopper_config(64, 64, dtype), num_feeders=2, num_chunks=2)
+    return SMALL
 
 
 @dataclass(frozen=True)
@@ -38,11 +49,11 @@ class Problem:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def problems(world_size: int, dtype: torch.dtype) -> Iterator[Problem]:
+def problems(world_size: int, dtype: torch.dtype, hopper: bool = False) -> Iterator[Problem]:
     """Calls of every op with one element type: aligned and odd, even and ragged."""
-    scales = "channel" if dtype in SCALED_DTYPES else "none"
+    scales = ("tensor" if hopper else "channel") if dtype in SCALED_DTYPES else "none"
     same: dict[str, Any] = {"bias": True, "scales": scales}
-    small = {"config": SMALL}
+    small = {"config": tiles(dtype, hopper)}
     even, odd, tiny = (96 * world_size, 64 * world_size, 64), (300, 200, 136), (13, 17 * world_size, 7)
     yield Problem("ag_gemm", ag_case(world_size, even, dtype, 0, **same), STRATEGIES, small)
     yield Problem("ag_gemm", ag_case(world_size, odd, dtype, 1, ragged=True, **same), STRATEGIES, small)
@@ -92,11 +103,14 @@ class _NothingToDo:
 def compile_part(index: int, count: int) -> None:
     """Compile every ``count``-th part from ``index`` on, as virtual ranks and as processes would have it."""
     gemm_launch._gemm_kernel = _NothingToDo(gemm_launch._gemm_kernel)
+    gemm_hopper_launch._gemm_hopper_kernel = _NothingToDo(gemm_hopper_launch._gemm_hopper_kernel)
     stream = Group.stream
-    work = [(world_size, dtype, True) for world_size in (2, 4, 8) for dtype in DENSE_DTYPES]
-    work += [(world_size, dtype, False) for world_size in (2, 4) for dtype in DENSE_DTYPES]
-    work += [(4, None, True), (4, "large", True), (4, "large", False)]
-    for world_size, dtype, is_virtual in work[index::count]:
+    work = [(world_size, dtype, True, False) for world_size in (2, 4, 8) for dtype in DENSE_DTYPES]
+    work += [(world_size, dtype, False, False) for world_size in (2, 4) for dtype in DENSE_DTYPES]
+    work += [(world_size, dtype, True, True) for world_size in (2, 4, 8) for dtype in HOPPER_DTYPES]
+    work += [(world_size, dtype, False, True) for world_size in (2, 4) for dtype in HOPPER_DTYPES]
+    work += [(4, None, True, False), (4, "large", True, False), (4, "large", False, False)]
+    for world_size, dtype, is_virtual, hopper in work[index::count]:
         if isinstance(dtype, torch.dtype) and is_virtual:
             _compile_steps(_one_rank(world_size, 0), dtype)
         for rank in {0, world_size - 1}:
@@ -105,7 +119,7 @@ def compile_part(index: int, count: int) -> None:
             if dtype == "large":
                 _compile_large(group)
             else:
-                for problem in activations(world_size) if dtype is None else problems(world_size, dtype):
+                for problem in activations(world_size) if dtype is None else problems(world_size, dtype, hopper):
                     _compile(group, problem)
 
 
@@ -136,10 +150,10 @@ def _compile(group: Group, problem: Problem) -> None:
         weight, scales = arguments["weight"], (arguments.get("scale_x"), arguments.get("scale_weight"))
         out = torch.empty(len(arguments["x"]), len(weight), dtype=problem.case.out_dtype, device="cuda")
         operands = Operands(arguments["x"], weight, out, arguments.get("bias"), *scales)
-        multiply(group, operands, SMALL, load_only=True)
+        multiply(group, operands, problem.options["config"], load_only=True)
     elif arguments["x"].dtype in SCALED_DTYPES:  # what torch does not multiply
         arguments.pop("sizes", None)
-        tileflux.gemm(**arguments, config=SMALL)
+        tileflux.gemm(**arguments, config=problem.options["config"])
 
 
 def _compile_large(group: Group) -> None:

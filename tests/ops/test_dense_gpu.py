@@ -15,26 +15,32 @@ from tileflux.symm.group import Group
 from tileflux.testing import assert_close, poisoned, run_ranks
 from tileflux.testing.dense import DENSE_DTYPES, expected, gemm_case, reduction
 
-from .dense_gpu import SMALL, activations, problems, run
+from .dense_gpu import HOPPER_DTYPES, SMALL, activations, problems, run, tiles
 
 pytestmark = pytest.mark.gpu
 
 
-def _all_problems(group: Group) -> None:
-    for dtype in DENSE_DTYPES:
-        for problem in problems(group.world_size, dtype):
+HOPPER = tiles(torch.bfloat16, hopper=True)
+BOTH_LOOPS = pytest.mark.parametrize("config", [SMALL, HOPPER], ids=["triton", "hopper"])
+
+
+def _all_problems(group: Group, hopper: bool) -> None:
+    for dtype in HOPPER_DTYPES if hopper else DENSE_DTYPES:
+        for problem in problems(group.world_size, dtype, hopper):
             for strategy in problem.strategies:
                 run(group, problem, strategy)
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_virtual_ranks(world_size: int) -> None:
-    run_ranks(_all_problems, world_size, where="virtual", device="cuda", timeout_s=300)
+@pytest.mark.parametrize("hopper", [False, True], ids=["triton", "hopper"])
+def test_virtual_ranks(world_size: int, hopper: bool) -> None:
+    run_ranks(_all_problems, world_size, args=(hopper,), where="virtual", device="cuda", timeout_s=300)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_processes_sharing_one_gpu(world_size: int) -> None:
-    run_ranks(_all_problems, world_size, where="mps", timeout_s=300)
+@pytest.mark.parametrize("hopper", [False, True], ids=["triton", "hopper"])
+def test_processes_sharing_one_gpu(world_size: int, hopper: bool) -> None:
+    run_ranks(_all_problems, world_size, args=(hopper,), where="mps", timeout_s=300)
 
 
 def _activations(group: Group) -> None:
@@ -93,7 +99,7 @@ def test_large_tiles(where: str) -> None:
     run_ranks(_large, 4, where=where, device="cuda", timeout_s=180)  # type: ignore[arg-type]
 
 
-def _stress(group: Group, num_calls: int) -> None:
+def _stress(group: Group, num_calls: int, config: GemmConfig) -> None:
     """Calls queued without a look, rows from a shared seed; then every result."""
     world_size, rank, device = group.world_size, group.rank, group.device
     draws, random_numbers = random.Random(5), torch.Generator(device).manual_seed(11)
@@ -117,11 +123,11 @@ def _stress(group: Group, num_calls: int) -> None:
     for op, m, first, count, out in calls:
         if op == "ag_gemm":
             rows_of_mine = shared[first : first + count]
-            tileflux.ag_gemm(rows_of_mine, own_weight, group=group, strategy="fused", config=SMALL, out=out)
+            tileflux.ag_gemm(rows_of_mine, own_weight, group=group, strategy="fused", config=config, out=out)
         elif op == "gemm_rs":
-            tileflux.gemm_rs(own_x[:m], own_weight, group=group, strategy="fused", config=SMALL, out=out)
+            tileflux.gemm_rs(own_x[:m], own_weight, group=group, strategy="fused", config=config, out=out)
         else:
-            how = {"strategy": "fused", "algorithm": "one_shot", "config": SMALL}
+            how = {"strategy": "fused", "algorithm": "one_shot", "config": config}
             tileflux.gemm_ar(own_x[:m], own_weight, group=group, out=out, **how)
     group.synchronize()
     for number, (op, m, first, count, out) in enumerate(calls):
@@ -131,19 +137,20 @@ def _stress(group: Group, num_calls: int) -> None:
         assert_close(out, exact, reduction=64 * world_size, what=f"call {number}: {op} with {m} rows on rank {rank}")
 
 
+@BOTH_LOOPS
 @pytest.mark.parametrize("where", ["virtual", "mps"])
-def test_a_thousand_calls_back_to_back(where: str) -> None:
-    run_ranks(_stress, 4, args=(1000,), where=where, device="cuda", timeout_s=200)  # type: ignore[arg-type]
+def test_a_thousand_calls_back_to_back(where: str, config: GemmConfig) -> None:
+    run_ranks(_stress, 4, args=(1000, config), where=where, device="cuda", timeout_s=200)  # type: ignore[arg-type]
 
 
-def _replay(group: Group, strategy: str, num_replays: int) -> None:
+def _replay(group: Group, strategy: str, num_replays: int, config: GemmConfig) -> None:
     world_size, rank, device = group.world_size, group.rank, group.device
     m, n, k = 64 * world_size, 96, 64
     x, partial = (torch.zeros(size, device=device, dtype=torch.bfloat16) for size in ((64, k), (m, k)))
     weight = torch.zeros(n, k, device=device, dtype=torch.bfloat16)
 
     def call() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        how = {"group": group, "strategy": strategy, "config": SMALL}
+        how = {"group": group, "strategy": strategy, "config": config}
         y = tileflux.ag_gemm(x, weight, **how)
         return y, tileflux.gemm_rs(partial, weight, **how), tileflux.gemm_ar(partial[:32], weight, **how)
 
@@ -169,13 +176,15 @@ def _replay(group: Group, strategy: str, num_replays: int) -> None:
         assert_close(results[2].cpu(), total[:32], reduction=k * world_size, what="gemm_ar")
 
 
+@BOTH_LOOPS
 @pytest.mark.parametrize("strategy", ["fused", "pipelined"])
-def test_cuda_graph_replays_count_on(strategy: str) -> None:
-    run_ranks(_replay, 2, args=(strategy, 100), where="virtual", device="cuda", timeout_s=180)
+def test_cuda_graph_replays_count_on(strategy: str, config: GemmConfig) -> None:
+    run_ranks(_replay, 2, args=(strategy, 100, config), where="virtual", device="cuda", timeout_s=180)
 
 
+@BOTH_LOOPS
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
-def test_a_rank_that_never_signals(op: str) -> None:
+def test_a_rank_that_never_signals(op: str, config: GemmConfig) -> None:
     """The others get an error, and the context lives on."""
     for attempt in range(2):
         groups = tileflux.local_groups(2, "cuda", timeout_s=1.0 if attempt == 0 else 30.0)
@@ -183,7 +192,7 @@ def test_a_rank_that_never_signals(op: str) -> None:
         torch.cuda.synchronize()
         for group in groups[: 1 + attempt]:
             with torch.cuda.stream(group.stream):
-                getattr(tileflux, op)(x, weight, group=group, strategy="fused", config=SMALL)
+                getattr(tileflux, op)(x, weight, group=group, strategy="fused", config=config)
         with torch.cuda.stream(groups[0].stream):
             if attempt == 0:
                 with pytest.raises(PeerTimeout, match=f"{op}: rank 0 waited .* for rank 1"):
