@@ -15,7 +15,7 @@ from tileflux.config import GemmConfig, GemmProblem
 from tileflux.kernels.operands import ELEMENTS, Operands
 from tileflux.ops._call import check_tensor
 from tileflux.symm.group import Group
-from tileflux.tune.lookup import STRATEGIES, Choice, lookup
+from tileflux.tune.lookup import STRATEGIES, Choice, lookup, num_readings
 
 __all__ = [
     "ACTIVATIONS",
@@ -44,7 +44,7 @@ _log = logging.getLogger("tileflux")
 
 
 def call_key(tensors: Iterable[Any], group: Any, *options: object) -> tuple[object, ...] | None:
-    """What the checks of a call look at: a call with the same key needs no check again, and no dispatcher.
+    """What checks and choice of a call depend on: with the same key it needs neither again, and no dispatcher.
 
     None for a call that the dispatcher must see: traced, transformed, with a gradient, or with something in the place
     of a tensor that is none. A scale given as a number is checked by its type alone.
@@ -52,7 +52,7 @@ def call_key(tensors: Iterable[Any], group: Any, *options: object) -> tuple[obje
     if torch.compiler.is_compiling() or not _is_eager() or not (group is None or isinstance(group, Group)):
         return None
     needs_gradient = torch.is_grad_enabled()
-    key: list[object] = [None if group is None else group.name, *options]
+    key: list[object] = [None if group is None else group.name, num_readings(), *options]
     for tensor in tensors:
         kind = type(tensor)
         if kind in _PLAIN:

@@ -30,7 +30,7 @@ from tileflux.ops._library import eager_only, register
 from tileflux.ops.all_gather import all_gather_reference
 from tileflux.ops.gemm import gemm_reference
 from tileflux.symm.group import Group, group_by_name
-from tileflux.tune.lookup import problem_for
+from tileflux.tune.lookup import Choice, problem_for
 
 __all__ = ["ag_gemm", "ag_gemm_reference"]
 
@@ -63,10 +63,9 @@ def ag_gemm(
     weights = [weight] if isinstance(weight, torch.Tensor) else list(weight)
     if not weights:
         raise ValueError("ag_gemm: weight is an empty sequence; give at least one")
-    biases, scales, outs = (
-        _as_list(name, given, len(weights), single)
-        for name, given in (("bias", bias), ("scale_weight", scale_weight), ("out", out))
-    )
+    biases = [] if bias is None else _as_list("bias", bias, len(weights), single)
+    scales = [] if scale_weight is None else _as_list("scale_weight", scale_weight, len(weights), single)
+    outs = [] if out is None else _as_list("out", out, len(weights), single)
     sizes = None if sizes is None else tuple(sizes)
     tensors, counts = (x, scale_x, *weights, *biases, *scales), (len(weights), len(biases))
     key = _dense.call_key(tensors, group, counts, sizes, activation, out_dtype, strategy, config)
@@ -76,7 +75,7 @@ def ag_gemm(
         _dense.check_strategy("ag_gemm", strategy, config)
         kind = _dense.out_type("ag_gemm", x, out_dtype)
     else:
-        rows, kind, problem = known
+        rows, kind, problem, choice = known
     scale_list: list[Any] = [_dense.as_scale(scale, x) for scale in scales]
     operands = (x, weights, biases, _dense.as_scale(scale_x, x), scale_list)
     if known is None:
@@ -86,17 +85,16 @@ def ag_gemm(
         )  # fmt: skip
         results = torch.ops.tileflux.ag_gemm(*arguments) if not outs else _run(*arguments, outs)
         if key is not None:
-            _known.keep(key, (rows, kind, _problem(x, weights, group, rows, activation or "")))
+            problem = _problem(x, weights, group, rows, activation or "")
+            _known.keep(key, (rows, kind, problem, _dense.choose(problem, strategy, config)))
     else:
-        results = _multiply(
-            *operands, group, rows, activation or "", kind, strategy, return_gathered, problem, config, outs
-        )
+        results = _multiply(*operands, group, rows, activation or "", kind, return_gathered, problem, choice, outs)
     gathered = results[len(weights) :]
     values = results[0] if single else tuple(results[: len(weights)])
     return (values, gathered[0]) if return_gathered else values
 
 
-_known: Kept[tuple[tuple[int, ...], torch.dtype, GemmProblem]] = Kept()
+_known: Kept[tuple[tuple[int, ...], torch.dtype, GemmProblem, Choice]] = Kept()
 
 
 def _check(
@@ -121,8 +119,6 @@ def _check(
 
 
 def _as_list(name: str, given: Any, num_weights: int, single: bool) -> list[Any]:
-    if given is None:
-        return []
     if not single and not isinstance(given, (list, tuple)):
         raise ValueError(f"ag_gemm: weight is a sequence, so {name} should be a list too, not {type(given).__name__}")
     values = [given] if single else list(given)
@@ -148,10 +144,11 @@ def _run(
     outs: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     group, shards = group_by_name(group_name), tuple(rows)
-    problem, given = _problem(x, weights, group, shards, activation), _dense.config_from(config)
+    problem = _problem(x, weights, group, shards, activation)
+    choice = _dense.choose(problem, strategy, _dense.config_from(config))
     return _multiply(
-        x, weights, biases, scale_x, scale_weights, group, shards, activation, out_dtype, strategy, return_gathered,
-        problem, given, outs or [],
+        x, weights, biases, scale_x, scale_weights, group, shards, activation, out_dtype, return_gathered,
+        problem, choice, outs or [],
     )  # fmt: skip
 
 
@@ -162,7 +159,6 @@ def _problem(
     return problem_for("ag_gemm", sum(rows), widest, x.shape[1], x.dtype, x.device, group, activation)
 
 
-@eager_only
 def _multiply(
     x: torch.Tensor,
     weights: list[torch.Tensor],
@@ -173,10 +169,9 @@ def _multiply(
     rows: tuple[int, ...],
     activation: str,
     out_dtype: torch.dtype,
-    strategy: str,
     return_gathered: bool,
     problem: GemmProblem,
-    config: GemmConfig | None,
+    choice: Choice,
     outs: list[torch.Tensor],
 ) -> list[torch.Tensor]:
     num_rows, depth = problem.m, problem.k
@@ -185,7 +180,6 @@ def _multiply(
         shape, others = (num_rows, _width(weight, activation)), (*weights, *biases)
         results.append(check_out("ag_gemm", outs[i] if outs else None, shape, x, dtype=out_dtype, others=others))
     gathered = x.new_empty((num_rows, depth)) if return_gathered else None
-    choice = _dense.choose(problem, strategy, config)
     same = (rows, depth, x.dtype, choice.strategy, choice.config.num_chunks, scale_x is None, return_gathered)
     begin("ag_gemm", group, same)
     x = dense(x)

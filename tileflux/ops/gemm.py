@@ -22,7 +22,7 @@ from tileflux.kernels.prepared import Kept
 from tileflux.ops import _dense
 from tileflux.ops._call import check_out
 from tileflux.ops._library import eager_only, register
-from tileflux.tune.lookup import problem_for
+from tileflux.tune.lookup import Choice, problem_for
 
 __all__ = ["gemm", "gemm_reference"]
 
@@ -47,9 +47,9 @@ def gemm(
     key = _dense.call_key((x, weight, bias, scale_x, scale_weight), None, activation, out_dtype, config)
     known = None if key is None else _known.find(key)  # the compiler would guard all that is kept
     if known is not None:
-        kind, problem = known
+        kind, problem, choice = known
         scales = _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x)
-        return _multiply(x, weight, bias, *scales, activation or "", kind, problem, config, out)
+        return _multiply(x, weight, bias, *scales, activation or "", kind, problem, choice, out)
     _dense.check_dense("gemm", x, weight, bias, scale_x, scale_weight, activation)
     _dense.check_strategy("gemm", "auto", config)
     kind = _dense.out_type("gemm", x, out_dtype)
@@ -58,11 +58,12 @@ def gemm(
     arguments = (x, weight, bias, *scales, activation or "", kind, _dense.config_text(config))
     result: torch.Tensor = torch.ops.tileflux.gemm(*arguments) if out is None else _run(*arguments, out)
     if key is not None:
-        _known.keep(key, (kind, _problem(x, weight, activation or "")))
+        problem = _problem(x, weight, activation or "")
+        _known.keep(key, (kind, problem, _dense.choose(problem, "auto", config)))
     return result
 
 
-_known: Kept[tuple[torch.dtype, GemmProblem]] = Kept()
+_known: Kept[tuple[torch.dtype, GemmProblem, Choice]] = Kept()
 
 
 @eager_only
@@ -78,8 +79,8 @@ def _run(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     problem = _problem(x, weight, activation)
-    given = _dense.config_from(config)
-    return _multiply(x, weight, bias, scale_x, scale_weight, activation, out_dtype, problem, given, out)
+    choice = _dense.choose(problem, "auto", _dense.config_from(config))
+    return _multiply(x, weight, bias, scale_x, scale_weight, activation, out_dtype, problem, choice, out)
 
 
 def _problem(x: torch.Tensor, weight: torch.Tensor, activation: str) -> GemmProblem:
@@ -87,7 +88,6 @@ def _problem(x: torch.Tensor, weight: torch.Tensor, activation: str) -> GemmProb
     return problem_for("gemm", x.shape[0], num_columns, x.shape[1], x.dtype, x.device, None, activation)
 
 
-@eager_only
 def _multiply(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -97,11 +97,10 @@ def _multiply(
     activation: str,
     out_dtype: torch.dtype,
     problem: GemmProblem,
-    config: GemmConfig | None,
+    choice: Choice,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     out = check_out("gemm", out, (problem.m, problem.n), x, dtype=out_dtype, others=(weight, bias))
-    choice = _dense.choose(problem, "auto", config)
     x = _dense.row_major(x)
     with torch.cuda.device(x.device if x.is_cuda else -1):
         multiply_tiles(_dense.make_operands(x, weight, out, bias, scale_x, scale_weight, activation), choice.config)

@@ -60,9 +60,9 @@ def gemm_ar(
     key = _dense.call_key(tensors, group, algorithm, out_dtype, strategy, config)
     known = None if key is None else _known.find(key)  # the compiler would guard all that is kept
     if known is not None:
-        kind, problem = known
+        kind, problem, choice = known
         scales = _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x)
-        return _multiply(x, weight, bias, *scales, group, algorithm, kind, strategy, problem, config, out)
+        return _multiply(x, weight, bias, *scales, group, algorithm, kind, problem, choice, out)
     _dense.check_dense("gemm_ar", x, weight, bias, scale_x, scale_weight, None, group)
     _dense.check_strategy("gemm_ar", strategy, config)
     _dense.refuse_gradient("gemm_ar", x, None, weight, bias, scale_x, scale_weight)
@@ -77,11 +77,12 @@ def gemm_ar(
     )  # fmt: skip
     result: torch.Tensor = torch.ops.tileflux.gemm_ar(*arguments) if out is None else _run(*arguments, out)
     if key is not None:
-        _known.keep(key, (kind, _problem(x, weight, group)))
+        problem = _problem(x, weight, group)
+        _known.keep(key, (kind, problem, _dense.choose(problem, strategy, config)))
     return result
 
 
-_known: Kept[tuple[torch.dtype, GemmProblem]] = Kept()
+_known: Kept[tuple[torch.dtype, GemmProblem, Choice]] = Kept()
 
 
 @eager_only
@@ -99,16 +100,16 @@ def _run(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     group = group_by_name(group_name)
-    problem, given = _problem(x, weight, group), _dense.config_from(config)
+    problem = _problem(x, weight, group)
+    choice = _dense.choose(problem, strategy, _dense.config_from(config))
     scales = scale_x, scale_weight
-    return _multiply(x, weight, bias, *scales, group, algorithm, out_dtype, strategy, problem, given, out)
+    return _multiply(x, weight, bias, *scales, group, algorithm, out_dtype, problem, choice, out)
 
 
 def _problem(x: torch.Tensor, weight: torch.Tensor, group: Group) -> GemmProblem:
     return problem_for("gemm_ar", x.shape[0], weight.shape[0], x.shape[1], x.dtype, x.device, group)
 
 
-@eager_only
 def _multiply(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -118,14 +119,12 @@ def _multiply(
     group: Group,
     algorithm: str,
     out_dtype: torch.dtype,
-    strategy: str,
     problem: GemmProblem,
-    config: GemmConfig | None,
+    choice: Choice,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     num_rows, num_columns = problem.m, problem.n
     out = check_out("gemm_ar", out, (num_rows, num_columns), x, dtype=out_dtype, others=(weight, bias))
-    choice = _dense.choose(problem, strategy, config)
     if algorithm != "auto":
         choice = dataclasses.replace(choice, algorithm=algorithm)
     tile = (choice.config.block_m, choice.config.block_n)

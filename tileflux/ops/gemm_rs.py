@@ -32,7 +32,7 @@ from tileflux.ops._library import eager_only, register
 from tileflux.ops.gemm import gemm_reference
 from tileflux.ops.reduce_scatter import reduce_scatter_reference
 from tileflux.symm.group import Group, group_by_name
-from tileflux.tune.lookup import problem_for
+from tileflux.tune.lookup import Choice, problem_for
 
 __all__ = ["gemm_rs", "gemm_rs_reference"]
 
@@ -60,9 +60,9 @@ def gemm_rs(
     key = _dense.call_key(tensors, group, sizes, out_dtype, strategy, config)
     known = None if key is None else _known.find(key)  # the compiler would guard all that is kept
     if known is not None:
-        rows, kind, problem = known
+        rows, kind, problem, choice = known
         scales = _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x)
-        return _multiply(x, weight, bias, *scales, group, rows, kind, strategy, problem, config, out)
+        return _multiply(x, weight, bias, *scales, group, rows, kind, problem, choice, out)
     _dense.check_dense("gemm_rs", x, weight, bias, scale_x, scale_weight, None, group)
     _dense.check_strategy("gemm_rs", strategy, config)
     _dense.refuse_gradient("gemm_rs", x, None, weight, bias, scale_x, scale_weight)
@@ -77,11 +77,12 @@ def gemm_rs(
     )  # fmt: skip
     result: torch.Tensor = torch.ops.tileflux.gemm_rs(*arguments) if out is None else _run(*arguments, out)
     if key is not None:
-        _known.keep(key, (rows, kind, _problem(x, weight, group)))
+        problem = _problem(x, weight, group)
+        _known.keep(key, (rows, kind, problem, _dense.choose(problem, strategy, config)))
     return result
 
 
-_known: Kept[tuple[tuple[int, ...], torch.dtype, GemmProblem]] = Kept()
+_known: Kept[tuple[tuple[int, ...], torch.dtype, GemmProblem, Choice]] = Kept()
 
 
 @eager_only
@@ -99,16 +100,16 @@ def _run(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     group = group_by_name(group_name)
-    problem, given = _problem(x, weight, group), _dense.config_from(config)
+    problem = _problem(x, weight, group)
+    choice = _dense.choose(problem, strategy, _dense.config_from(config))
     scales = scale_x, scale_weight
-    return _multiply(x, weight, bias, *scales, group, tuple(rows), out_dtype, strategy, problem, given, out)
+    return _multiply(x, weight, bias, *scales, group, tuple(rows), out_dtype, problem, choice, out)
 
 
 def _problem(x: torch.Tensor, weight: torch.Tensor, group: Group) -> GemmProblem:
     return problem_for("gemm_rs", x.shape[0], weight.shape[0], x.shape[1], x.dtype, x.device, group)
 
 
-@eager_only
 def _multiply(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -118,14 +119,12 @@ def _multiply(
     group: Group,
     rows: tuple[int, ...],
     out_dtype: torch.dtype,
-    strategy: str,
     problem: GemmProblem,
-    config: GemmConfig | None,
+    choice: Choice,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     num_columns = problem.n
     out = check_out("gemm_rs", out, (rows[group.rank], num_columns), x, dtype=out_dtype, others=(weight, bias))
-    choice = _dense.choose(problem, strategy, config)
     tile = (choice.config.block_m, choice.config.block_n)
     begin("gemm_rs", group, (rows, num_columns, x.dtype, out_dtype, choice.strategy, tile, bias is None))
     if 0 not in (problem.m, num_columns):

@@ -21,7 +21,7 @@ from tileflux.config import GemmConfig, GemmProblem
 from tileflux.symm.group import Group
 from tileflux.tune import store
 
-__all__ = ["HEAVY", "ITEMSIZE", "STRATEGIES", "Choice", "forget", "lookup", "problem_for", "rule"]
+__all__ = ["HEAVY", "ITEMSIZE", "STRATEGIES", "Choice", "forget", "lookup", "num_readings", "problem_for", "rule"]
 
 HEAVY = ("gelu", "swiglu")
 """Activations that need registers of their own, so that tiles must be smaller."""
@@ -29,6 +29,7 @@ STRATEGIES = ("auto", *store.STRATEGIES)
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 
 _ONE_SHOT_BYTES = 512 * 1024  # what one rank may take in at once before two steps, with fewer bytes, are quicker
+_num_readings = 0
 _LINKS = ("network", "PCIe", "NVLink", "same GPU", "shared memory", "same process")  # from slow to quick
 
 
@@ -62,8 +63,15 @@ def _lookup(problem: GemmProblem, folder: str) -> Choice:
 
 def forget() -> None:
     """Read the files anew at the next lookup. All ranks of a group together, or they choose apart."""
+    global _num_readings
+    _num_readings += 1
     _lookup.cache_clear()
     store.load.cache_clear()
+
+
+def num_readings() -> int:
+    """How often choices were forgotten: who keeps one by this number does not keep it too long."""
+    return _num_readings
 
 
 def _measured(problem: GemmProblem, match: store.Match, usual: Choice, where: str) -> Choice:
