@@ -23,7 +23,7 @@ from tileflux.testing import run_ranks
 from tileflux.testing.bench import BenchCase
 from tileflux.testing.tuning import Tuned
 from tileflux.tune import store
-from tileflux.tune.lookup import forget
+from tileflux.tune.lookup import forget, lookup
 from tileflux.tune.search import Candidate, Outcome
 
 from .bench_cases import LAUNCHER, pretend
@@ -73,7 +73,8 @@ class Recorder:
         self.cases, self.budget_s, _ = args
         if self.error is not None and world.where != "virtual":
             raise self.error
-        return [list(self.answers) or [made_up(case) for case in self.cases]] * world.size
+        num_ranks = 1 if world.where == "ghost" else world.size
+        return [list(self.answers) or [made_up(case) for case in self.cases]] * num_ranks
 
 
 def _reason(group: Group, op: str, shape: tuple[int, int, int]) -> str:
@@ -156,7 +157,7 @@ def test_every_ranks_wrong_results_are_told_and_the_winners_own_time_is_kept() -
     tuned = made_up(case)
     assert tuned.outcome is not None
     level = dataclasses.replace(tuned.outcome, seconds={**tuned.outcome.seconds, BEFORE: 0.995e-3})
-    entry = tune_module._entry(dataclasses.replace(tuned, outcome=level), "2026-11-15", {})
+    entry = tune_module._entry(dataclasses.replace(tuned, outcome=level), "2026-11-15", {}, False)
     assert entry.config == TUNED.config and entry.seconds["fused"] == 1e-3
 
 
@@ -180,7 +181,8 @@ def test_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> 
         (["ag_gemm", "8", "8"], "K missing"),
         (["ag_gemm", "8", "8", "8", "--budget", "-1"], "'--budget'"),
         (["ag_gemm", "8", "8", "8", "--world", "1"], "--world 1: one rank has nothing to wait for"),
-        (["ag_gemm", "8", "8", "8", "--where", "ghost"], "ghosts play what auto takes"),
+        (["ag_gemm", "8", "8", "8", "--where", "ghost"], "--where ghost needs a GPU"),
+        (["gemm_ar", "8", "8", "8", "--where", "ghost"], "ghosts play ag_gemm and gemm_rs, not gemm_ar"),
         (["ag_gemm", "8", "8", "8", "--where", "mps"], "torch sees none here"),
         (["ag_gemm", "8", "8", "8", "--json", "/nowhere/a.json"], "there is no folder /nowhere"),
         (["ag_gemm", "--shapes", "decode"], "--shapes decode has nothing for ag_gemm"),
@@ -245,6 +247,21 @@ def test_without_mps_virtual_ranks_take_over(monkeypatch: pytest.MonkeyPatch) ->
     ] and "MPS does not work here" in result.output
     result = invoke("ag_gemm", "512", "256", "64", "--dry-run", "--where", "mps")
     assert result.exit_code == 1 and "no MPS" in result.output
+
+
+def test_what_was_measured_among_ghosts_says_so(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    pretend(monkeypatch, gpus=1)
+    recorder = Recorder(monkeypatch)
+    result = invoke("ag_gemm", "512", "256", "64", "--where", "ghost")
+    assert result.exit_code == 0, result.output
+    assert recorder.worlds == [_worlds.ghost_world(8)]
+    (entry,) = store.load(str(folder))
+    assert entry.with_ghosts and "with ghost peers" in lookup(entry.problem).reason
+    # What was measured among real ranks takes its place, and says nothing of ghosts.
+    assert invoke("ag_gemm", "512", "256", "64", "--where", "cpu", "--dtype", "bfloat16").exit_code == 0
+    forget()
+    (entry,) = store.load(str(folder))
+    assert not entry.with_ghosts and "ghost" not in lookup(entry.problem).reason
 
 
 def test_a_rank_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -17,6 +17,8 @@ from tileflux.config import GemmConfig
 from tileflux.symm.group import Group
 from tileflux.testing import run_ranks, tuning
 from tileflux.testing.bench import BenchCase
+from tileflux.testing.ghost import ghost_group
+from tileflux.testing.ghost_contenders import GhostTask
 from tileflux.testing.tuning import Tuned, tune
 from tileflux.tune import store
 from tileflux.tune.search import Candidate, candidates
@@ -159,3 +161,71 @@ def test_what_auto_took_before_is_what_was_measured_before(tmp_path: Path) -> No
         (second, _) = run_ranks(_alone, 2, args=(make_case("gemm_rs"),))
     assert second.before == Candidate("sequential", "", config)
     assert second.outcome is not None and second.before in second.outcome.seconds
+
+
+class Played(GhostTask):
+    """A ghost world's task on the CPU: a product, whatever way is asked for; one way sends nothing to the ghosts."""
+
+    def __init__(self, group: object, op: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+        m, n, k = shape
+        self.op, self.shape, self.asked = op, shape, list[tuple[str, GemmConfig | None]]()
+        self.x, self.weight, self.out = torch.randn(m, k), torch.randn(n, k), torch.empty(m, n)
+        self.expected, self.here = self.x @ self.weight.t(), None
+        self.choice = SimpleNamespace(strategy="fused", config=GemmConfig())  # type: ignore[assignment]
+        self.sizes, self.last = None, ""
+
+    def sequential(self) -> None:
+        torch.mm(self.x, self.weight.t(), out=self.out)
+
+    def play(self, strategy: str, config: GemmConfig, asked: dict[str, Any]) -> Any:
+        self.asked.append((asked["strategy"], asked["config"]))
+
+        def call() -> None:
+            self.sequential()
+            self.last = strategy
+
+        return call
+
+    def check_departed(self) -> None:
+        assert self.last != "pipelined", "nothing has left"
+
+    multiply = copies = pipelined = departed = check_departed  # type: ignore[assignment]
+
+
+def test_among_ghosts_every_way_is_tried_against_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Played] = []
+
+    def make(*arguments: Any) -> Played:
+        made.append(Played(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(tuning, "ghost_task", make)
+    traits = SimpleNamespace(links=("self", *["PCIe"] * 7), num_sms=132)
+    group = SimpleNamespace(
+        transport="ghost", rank=0, world_size=8, device=torch.device("cpu"), traits=traits,
+        synchronize=lambda: None, barrier=lambda: None,
+    )  # fmt: skip
+    (found,) = tune(group, [make_case("ag_gemm", 256, 64, 32)], 60.0, None)  # type: ignore[arg-type]
+    # As a group of eight whose GPUs are joined by PCIe asks.
+    problem = found.problem
+    assert (problem.link, problem.world_size, problem.m, problem.n, problem.k) == ("PCIe", 8, 256, 8, 32)
+    assert found.outcome is not None and set(found.outcome.best()) == {"sequential", "fused"}
+    assert all(text.startswith("pipelined: nothing has left") for text in found.wrong) and found.wrong
+    tried = {(each.strategy, each.config) for each in candidates(problem) if each.strategy != "sequential"}
+    assert set(made[0].asked) >= tried
+
+
+def _tune_among_ghosts(rank: int, world_size: int, cases: list[BenchCase]) -> list[Tuned]:
+    with ghost_group(4, timeout_s=10) as group:
+        return tune(group, cases, 3.0, None)
+
+
+@pytest.mark.gpu
+def test_among_ghosts_on_a_gpu() -> None:
+    cases = [make_case(op, 2048, 1024, 1024, "bfloat16") for op in ("ag_gemm", "gemm_rs")]
+    (found,) = run_ranks(
+        _tune_among_ghosts, 1, args=(cases,), where="spawn", device="cuda:0", make_group=False, timeout_s=150
+    )
+    for tuned in found:
+        assert tuned.wrong == () and tuned.outcome is not None and tuned.problem.link == "PCIe"
+        assert set(tuned.outcome.best()) == {"sequential", "pipelined", "fused"}

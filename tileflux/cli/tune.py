@@ -25,7 +25,7 @@ import tileflux
 from tileflux import env
 from tileflux.cli._console import Progress, fail, make_console
 from tileflux.cli._machine import inspect_machine
-from tileflux.cli._request import STDOUT, WORLD, Dtype, Op, Options, Request, ShapeSet
+from tileflux.cli._request import GHOST_WORLD, STDOUT, WORLD, Dtype, Op, Options, Request, ShapeSet
 from tileflux.cli._worlds import BenchPlace, explain, is_unavailable, run, virtual_ranks
 from tileflux.errors import RankFailed, TilefluxError
 from tileflux.testing import tuning
@@ -43,7 +43,9 @@ _MAX_RANKS = 64
 _VERSIONS = ("tileflux", "torch", "triton")
 
 _Size = Annotated[int | None, typer.Argument(min=1, show_default=False, help="Of the whole product.")]
-_Where = Annotated[BenchPlace, typer.Option("--where", help="auto, cpu, local or mps: as in the demo.")]
+_Where = Annotated[
+    BenchPlace, typer.Option("--where", help="auto, cpu, local and mps: as in the demo. ghost: as in bench.")
+]
 _Sweep = Annotated[
     list[str] | None,
     typer.Option("--sweep", metavar="AXIS=SIZES", help="m=512:8192, doubling, or m=512,4096. Also n and k."),
@@ -59,7 +61,8 @@ def tune(
     n: _Size = None,
     k: _Size = None,
     world: Annotated[
-        int | None, typer.Option("--world", min=1, max=_MAX_RANKS, help=f"Number of ranks; {WORLD} if not said.")
+        int | None,
+        typer.Option("--world", min=1, max=_MAX_RANKS, help=f"Number of ranks; {WORLD}, or {GHOST_WORLD} with ghosts."),
     ] = None,
     where: _Where = BenchPlace.AUTO,
     dtype: Annotated[
@@ -97,8 +100,6 @@ def tune(
 
 
 def _check(options: Options, dry_run: bool) -> Request:
-    if options.where is BenchPlace.GHOST:
-        raise ValueError("ghosts play what auto takes, not every way; use --where mps, local or cpu")
     request = Request.check(options)
     if request.world.where == "torchrun":
         raise ValueError("torchrun's ranks are not tuned; without it, --where auto starts a process for each GPU")
@@ -167,7 +168,8 @@ def _finish(console: Console, request: Request, found: Sequence[Tuned], dry_run:
     """Print, keep, write, and leave with the right status."""
     date = datetime.now(UTC).date().isoformat()
     versions = {name: version for name, version in inspect_machine().versions.items() if name in _VERSIONS}
-    entries = [_entry(each, date, versions) for each in found]
+    with_ghosts = request.world.where == "ghost"
+    entries = [_entry(each, date, versions, with_ghosts) for each in found]
     kept = [entry for entry in entries if entry is not None]
     _show(console, request.cases, found)
     files: list[Path] = []
@@ -186,14 +188,14 @@ def _finish(console: Console, request: Request, found: Sequence[Tuned], dry_run:
         raise typer.Exit(1)
 
 
-def _entry(tuned: Tuned, date: str, versions: dict[str, str]) -> Entry | None:
+def _entry(tuned: Tuned, date: str, versions: dict[str, str], with_ghosts: bool) -> Entry | None:
     outcome = tuned.outcome
     if outcome is None:
         return None
     winner = outcome.winner
     # The winner's own time: of those that are level another may be a little quicker.
     seconds = outcome.best() | {winner.strategy: outcome.seconds[winner]}
-    return Entry(tuned.problem, winner.strategy, winner.algorithm, winner.config, seconds, date, versions)
+    return Entry(tuned.problem, winner.strategy, winner.algorithm, winner.config, seconds, date, versions, with_ghosts)
 
 
 def _show(console: Console, cases: Sequence[BenchCase], found: Sequence[Tuned]) -> None:

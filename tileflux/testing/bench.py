@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tileflux import ops
 from tileflux.symm.group import Group
 from tileflux.testing.contenders import Contender, Suite, gemm_suite, group_suite
 from tileflux.testing.ghost_contenders import ghost_suite
-from tileflux.testing.timing import Stopwatch, time_rounds
+from tileflux.testing.timing import Stopwatch, meet, time_rounds
 
 __all__ = ["BenchCase", "RankTimes", "make_suite", "measure"]
 
@@ -58,12 +57,8 @@ def _measure(group: Group, case: BenchCase, ticks: Path | None) -> RankTimes:
             with ticks.open("ab") as file:
                 file.write(b".")
 
-    def together() -> None:
-        if group.world_size > 1 and group.transport != "ghost":
-            ops.barrier(group=group)
-
     # Ranks go on together even where one of them has a wrong result: who stops alone keeps the others waiting.
-    watch = Stopwatch(group.device, together)
+    watch = Stopwatch(group.device, lambda: meet(group))
     calls = suite.parts | {contender.name: contender.run for contender in suite.contenders}
     rounds = time_rounds(watch, calls, case.num_rounds, after_round=tick)
     group.synchronize()

@@ -7,11 +7,14 @@ taken between medians over the same rounds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-__all__ = ["HEAD_START_S", "Stopwatch", "head_start", "time_rounds"]
+from tileflux import ops
+from tileflux.symm.group import Group
+
+__all__ = ["HEAD_START_S", "Stopwatch", "agree_max", "head_start", "meet", "time_rounds"]
 
 HEAD_START_S = 2e-3
 _LONGEST_S = 0.05  # whoever needs longer is compiling, and will not the next time
@@ -21,6 +24,25 @@ _CYCLES_PER_S = 2e9
 def head_start(seconds: float = HEAD_START_S) -> None:
     """Let the current stream stand still, so that the host has queued what follows before the GPU comes to it."""
     torch.cuda._sleep(int(seconds * _CYCLES_PER_S))
+
+
+def meet(group: Group) -> None:
+    """Let this rank's stream, or thread, wait for the others', as far as they are real."""
+    if _has_peers(group):
+        ops.barrier(group=group)
+
+
+def agree_max(group: Group, values: Sequence[float]) -> list[float]:
+    """The greatest of each over ranks, the same on all of them."""
+    if not _has_peers(group):
+        return list(values)
+    mine = torch.tensor([list(values)], dtype=torch.float64, device=group.device)
+    everyone = ops.all_gather(mine, group=group)
+    return [float(value) for value in everyone.amax(0).tolist()]
+
+
+def _has_peers(group: Group) -> bool:
+    return group.world_size > 1 and group.transport != "ghost"
 
 
 class Stopwatch:

@@ -17,8 +17,9 @@ from tileflux.kernels.plan import split_rows
 from tileflux.symm.group import Group
 from tileflux.testing import contenders
 from tileflux.testing.bench import BenchCase
+from tileflux.testing.ghost_contenders import GhostTask, ghost_task
 from tileflux.testing.numerics import assert_close
-from tileflux.testing.timing import Stopwatch
+from tileflux.testing.timing import Stopwatch, agree_max, meet
 from tileflux.tune.lookup import lookup, problem_for
 from tileflux.tune.search import Candidate, Outcome, as_candidate, candidates, refinements, search
 
@@ -84,9 +85,11 @@ class _Trial:
         shape, dtype = (case.m, case.n, case.k), getattr(torch, case.dtype)
         if case.op == "gemm":
             self._task: Any = _Alone(group.device, shape, dtype)
+        elif group.transport == "ghost":
+            self._task = ghost_task(group, case.op, shape, dtype)
         else:
             self._task = contenders._TASKS[case.op](group, case.op, shape, dtype)
-        self._watch = Stopwatch(group.device, self._meet)
+        self._watch = Stopwatch(group.device, lambda: meet(group))
         self._calls: dict[Candidate, Callable[[], object] | None] = {}
 
     def seconds(self, candidate: Candidate) -> float:
@@ -99,13 +102,7 @@ class _Trial:
 
     def agree_max(self, values: Sequence[float]) -> list[float]:
         """The greatest of each over ranks."""
-        mine = torch.tensor([list(values)], dtype=torch.float64, device=self.group.device)
-        everyone = ops.all_gather(mine, group=self.group) if self.group.world_size > 1 else mine
-        return [float(value) for value in everyone.amax(0).tolist()]
-
-    def _meet(self) -> None:
-        if self.group.world_size > 1:
-            ops.barrier(group=self.group)
+        return agree_max(self.group, values)
 
     def _prove(self, candidate: Candidate) -> Callable[[], object] | None:
         """The call, if it runs and gives what it must on all ranks."""
@@ -118,7 +115,7 @@ class _Trial:
             call()
             self.group.synchronize()
             try:
-                self._task.check()
+                self._check(candidate)
             except AssertionError as error:
                 self.wrong.append(f"{candidate}: {error}")
                 state = _WRONG
@@ -145,8 +142,14 @@ class _Trial:
         self.group.synchronize()
         self.group.barrier()
 
+    def _check(self, candidate: Candidate) -> None:
+        task = self._task
+        (task.checker(candidate.strategy) if isinstance(task, GhostTask) else task.check)()
+
     def _call(self, candidate: Candidate) -> Callable[[], object]:
         op, task = self.case.op, self._task
+        if isinstance(task, GhostTask):
+            return task.caller(candidate.strategy, candidate.config)
         how: dict[str, Any] = {"config": candidate.config, "out": task.out}
         if op != "gemm":
             how |= {"group": self.group, "strategy": candidate.strategy}
