@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Sequence
 from importlib import import_module
@@ -62,7 +63,7 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: Tuned) -> None:
         self.worlds: list[World] = []
         self.cases: Sequence[BenchCase] = ()
-        self.budget_s = -1.0
+        self.budget_s, self.num_jobs = -1.0, -1
         self.answers = answers
         self.error: Exception | None = None
         monkeypatch.setattr(tune_module, "run", self)
@@ -70,7 +71,7 @@ class Recorder:
     def __call__(self, world: World, function: object, args: tuple[Any, ...], *, timeout_s: float) -> list[Any]:
         assert function is tune_module.tuning.tune and timeout_s >= 3600
         self.worlds.append(world)
-        self.cases, self.budget_s, _ = args
+        self.cases, self.budget_s, self.num_jobs, _ = args
         if self.error is not None and world.where != "virtual":
             raise self.error
         num_ranks = 1 if world.where == "ghost" else world.size
@@ -107,13 +108,20 @@ def test_the_table_and_the_sentence(monkeypatch: pytest.MonkeyPatch, folder: Pat
     recorder = Recorder(monkeypatch)
     result = invoke("ag_gemm", "512", "256", "64", "--sweep", "m=512,1024", "--budget", "7", "--dtype", "bfloat16")
     assert result.exit_code == 0, result.output
-    assert recorder.budget_s == 7 and [case.m for case in recorder.cases] == [512, 1024]
+    assert recorder.budget_s == 7 and recorder.num_jobs == len(os.sched_getaffinity(0))
+    assert [case.m for case in recorder.cases] == [512, 1024]
     assert {case.dtype for case in recorder.cases} == {"bfloat16"}
     text = " ".join(result.output.split())
     assert "512 x 256 x 64 fused 128x128x64 fused 64x128x32, 2 1.10x 1.30x 9 of 12 chunks" in text
     assert "auto gets quicker: at 2 of 2 shapes, 1.10x over before in the geometric mean; kept in " in text
     assert [entry.config for entry in store.load(str(folder))] == [TUNED.config] * 2
     assert [dict(entry.seconds) for entry in store.load(str(folder))] == [{"fused": 1e-3, "sequential": 1.3e-3}] * 2
+
+
+def test_jobs_are_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    assert invoke("ag_gemm", "512", "256", "64", "--jobs", "5", "--dry-run").exit_code == 0
+    assert recorder.num_jobs == 5
 
 
 def test_what_was_the_quickest_before_is_kept_as_measured(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -180,6 +188,7 @@ def test_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> 
         ([], "'op'|OP|op"),
         (["ag_gemm", "8", "8"], "K missing"),
         (["ag_gemm", "8", "8", "8", "--budget", "-1"], "'--budget'"),
+        (["ag_gemm", "8", "8", "8", "--jobs", "0"], "'--jobs'"),
         (["ag_gemm", "8", "8", "8", "--world", "1"], "--world 1: one rank has nothing to wait for"),
         (["ag_gemm", "8", "8", "8", "--where", "ghost"], "--where ghost needs a GPU"),
         (["gemm_ar", "8", "8", "8", "--where", "ghost"], "ghosts play ag_gemm and gemm_rs, not gemm_ar"),

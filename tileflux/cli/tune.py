@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json as json_module
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -51,6 +52,9 @@ _Sweep = Annotated[
     typer.Option("--sweep", metavar="AXIS=SIZES", help="m=512:8192, doubling, or m=512,4096. Also n and k."),
 ]
 _Budget = Annotated[float, typer.Option("--budget", min=0.0, metavar="SECONDS", help="For each shape.")]
+_Jobs = Annotated[
+    int | None, typer.Option("--jobs", min=1, metavar="N", help="Processes that compile for GPUs; as many as cores.")
+]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Measure, and keep nothing.")]
 _Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="What was found; - prints it.")]
 
@@ -73,6 +77,7 @@ def tune(
         ShapeSet | None, typer.Option("--shapes", help="Layers of known models instead of M N K.")
     ] = None,
     budget: _Budget = 60.0,
+    jobs: _Jobs = None,
     dry_run: _DryRun = False,
     json: _Json = None,
 ) -> None:
@@ -95,7 +100,7 @@ def tune(
             raise typer.Exit(2) from None  # one of its processes says it for all
         fail("tune", str(error), 2)
     console = Console(stderr=True, highlight=False) if json == STDOUT else make_console()
-    request, found = _search(console, request, budget)
+    request, found = _search(console, request, budget, len(os.sched_getaffinity(0)) if jobs is None else jobs)
     _finish(console, request, found, dry_run)
 
 
@@ -118,7 +123,7 @@ def _check(options: Options, dry_run: bool) -> Request:
     return request
 
 
-def _search(console: Console, request: Request, budget_s: float) -> tuple[Request, list[Tuned]]:
+def _search(console: Console, request: Request, budget_s: float, num_jobs: int) -> tuple[Request, list[Tuned]]:
     """Run the ranks; as virtual ranks instead, where ``auto`` took MPS and that does not work."""
     world, case = request.world, request.cases[0]
     console.print(
@@ -128,7 +133,7 @@ def _search(console: Console, request: Request, budget_s: float) -> tuple[Reques
     try:
         ranks: list[list[Tuned]] = _watched(
             console, request.cases,
-            lambda ticks: run(world, tuning.tune, (request.cases, budget_s, ticks), timeout_s=_TIMEOUT_S),
+            lambda ticks: run(world, tuning.tune, (request.cases, budget_s, num_jobs, ticks), timeout_s=_TIMEOUT_S),
         )  # fmt: skip
         return request, [_merge(each) for each in zip(*ranks, strict=True)]
     except TilefluxError as error:
@@ -137,7 +142,7 @@ def _search(console: Console, request: Request, budget_s: float) -> tuple[Reques
             fail("tune", explain(error)[0] if understood else str(error), 1)
         console.print(f"MPS does not work here: {explain(error)[0]}", soft_wrap=True)
     instead = dataclasses.replace(request, world=virtual_ranks(world.size, world.device))
-    return _search(console, instead, budget_s)
+    return _search(console, instead, budget_s, num_jobs)
 
 
 def _merge(found: Sequence[Tuned]) -> Tuned:
@@ -157,7 +162,7 @@ def _watched(console: Console, cases: Sequence[BenchCase], work: Callable[[Path 
             text = ticks.read_text() if ticks is not None and ticks.exists() else ""
             *done, now = text.split("\n")
             if not text:
-                return "starting ranks"
+                return "starting ranks and compiling"
             return f"shape {min(len(done) + 1, len(cases))} of {len(cases)}: {len(now)} ways tried"
 
         with Progress(console, describe):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from tileflux.kernels.plan import split_rows
 from tileflux.symm.group import Group
 from tileflux.testing import contenders
 from tileflux.testing.bench import BenchCase
+from tileflux.testing.compiling import Compilers, variants
 from tileflux.testing.ghost_contenders import GhostTask, ghost_task
 from tileflux.testing.numerics import assert_close
 from tileflux.testing.timing import Stopwatch, agree_max, meet
@@ -26,6 +28,7 @@ from tileflux.tune.search import Candidate, Outcome, as_candidate, candidates, r
 __all__ = ["Tuned", "tune"]
 
 _RIGHT, _UNFIT, _WRONG = 0.0, 1.0, 2.0
+_COMPILING_SHARE = 0.5  # of the budget; what is not compiled by then, launches compile as far as there is time
 
 
 @dataclass(frozen=True)
@@ -42,15 +45,24 @@ class Tuned:
     """Candidates with wrong results, and what is wrong with them. They are not timed, and cannot win."""
 
 
-def tune(group: Group, cases: Sequence[BenchCase], budget_s: float, ticks: Path | None) -> list[Tuned]:
-    """Search each shape, for ``budget_s`` each. Rank 0 adds to ``ticks``: a dot for a candidate, a line for a shape."""
+def tune(group: Group, cases: Sequence[BenchCase], budget_s: float, num_jobs: int, ticks: Path | None) -> list[Tuned]:
+    """Search each shape, for ``budget_s`` each, with ``num_jobs`` processes of all ranks together that compile.
+
+    Rank 0 adds to ``ticks``: a dot for a candidate, a line for a shape.
+    """
     # The largest first: symmetric memory that grows is memory that stays.
     order = sorted(range(len(cases)), key=lambda index: -cases[index].m * (cases[index].n + cases[index].k))
-    found = {index: _tune(group, cases[index], budget_s, ticks) for index in order}
+    with Compilers(max(1, num_jobs // _num_ranks(group)) if num_jobs > 1 else 0) as compilers:
+        found = {index: _tune(group, cases[index], budget_s, compilers, ticks) for index in order}
     return [found[index] for index in range(len(cases))]
 
 
-def _tune(group: Group, case: BenchCase, budget_s: float, ticks: Path | None) -> Tuned:
+def _num_ranks(group: Group) -> int:
+    return 1 if group.transport == "ghost" else group.world_size
+
+
+def _tune(group: Group, case: BenchCase, budget_s: float, compilers: Compilers, ticks: Path | None) -> Tuned:
+    start = time.monotonic()
     problem = _problem(group, case)
     before = as_candidate(lookup(problem))
 
@@ -59,10 +71,18 @@ def _tune(group: Group, case: BenchCase, budget_s: float, ticks: Path | None) ->
             with ticks.open("ab") as file:
                 file.write(mark)
 
+    def compile_ahead(tried: list[Candidate], limit_s: float) -> list[Candidate]:
+        # Every rank its part: who waited for another that compiles all might do so for longer than a wait may last.
+        compilers.compile(variants(problem, tried, group)[group.rank :: _num_ranks(group)], limit_s)
+        return tried
+
     trial = _Trial(group, case, lambda: tick(b"."))
+    tried = compile_ahead([before, *candidates(problem)], _COMPILING_SHARE * budget_s)
+    (spent,) = trial.agree_max([time.monotonic() - start])
     outcome = search(
-        candidates(problem), trial.seconds, trial.agree_max,
-        budget_s=budget_s, keep=(before,), refine=lambda best: refinements(problem, best),
+        tried, trial.seconds, trial.agree_max,
+        budget_s=max(0.0, budget_s - spent), keep=(before,),
+        refine=lambda best: compile_ahead(refinements(problem, best), _COMPILING_SHARE * budget_s),
     )  # fmt: skip
     tick(b"\n")
     return Tuned(problem, before, outcome, tuple(trial.wrong))
