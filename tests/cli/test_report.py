@@ -256,3 +256,24 @@ def test_a_picture_of_sizes_without_a_common_baseline(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot(results({1: {"sequential": 1.0, "ours fused": 2.0}, 2: {"torch": 1.0}}), "", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 5000
+
+
+def test_it_says_how_many_rounds_there_were_and_what_is_still_unsteady() -> None:
+    def case(num_rounds: int, noise: float, wanted: int | None) -> Measured:
+        rounds = [value * (1 + noise * (index % 2)) for index, value in enumerate([1e-3] * num_rounds)]
+        made = RankTimes("", dict.fromkeys((*PARTS, "sequential", "ours fused"), rounds), {}, "fused")
+        asked = BenchCase("ag_gemm", num_rounds, 8, 8, "float32", ("fused",), wanted)
+        return merge([asked], 1, [[made]])[0]
+
+    text = " ".join(shown([case(20, 0.0, None), case(100, 0.5, None)]).split())
+    assert "total: median over 20 to 100 rounds of the slowest rank." in text
+    # Two halves half apart: 1.2533 * 0.7413 * 0.5 / 1.25 / 10.
+    note = "sequential at M=100 (3.7%), ours fused at M=100 (3.7%): not known to 1.0% after 100 rounds"
+    assert note in text and "at M=20" not in text
+    text = " ".join(shown([case(7, 0.5, 7)]).split())
+    assert "total: median over 7 rounds of" in text and "not known" not in text, "as many as were asked for"
+    assert "over 1 round of" in " ".join(shown([case(1, 0.0, 1)]).split())
+    report = as_json(SESSION, [case(25, 0.0, None)])["cases"][0]
+    assert report["num_rounds"] == 25
+    (row, _) = csv.DictReader(io.StringIO(as_csv(SESSION, [case(25, 0.0, None)])))
+    assert row["num_rounds"] == "25"

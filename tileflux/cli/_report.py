@@ -16,14 +16,16 @@ from rich.table import Table
 
 from tileflux.perf.figures import BASELINES, OURS, CaseResult, Duel, Timing, judge, summarize
 from tileflux.testing.bench import BenchCase, RankTimes
+from tileflux.testing.timing import MAX_ROUNDS, STEADY, median_error
 
-__all__ = ["Measured", "Session", "as_csv", "as_json", "labels", "merge", "sentence", "show"]
+__all__ = ["Measured", "Session", "as_csv", "as_json", "count_rounds", "labels", "merge", "sentence", "show"]
 
 _PARTS = ("gemm", "comm", "beside")
 _SHORT = {"sequential": "seq.", "pipelined": "pipe.", "torch": "torch"}
 _MAX_LOSSES = 3
+_MAX_UNSTEADY = 4
 _LEGEND = (
-    "total: median over rounds of the slowest rank. over: how many times as quick. spread: half the distance between "
+    "total: median over {} of the slowest rank. over: how many times as quick. spread: half the distance between "
     "the quartiles of the rounds."
 )
 _LEGEND_OF_OVERLAP = (
@@ -42,6 +44,19 @@ class Measured:
     problems: tuple[str, ...]
     rounds: Mapping[str, list[list[float]]]
     """Seconds by name, then by rank, then by round."""
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that were timed."""
+        return len(next(iter(self.rounds.values()))[0]) if self.rounds else 0
+
+    @property
+    def unsteady(self) -> list[tuple[str, float]]:
+        """Contenders whose median is not known well enough although there were as many rounds as there may be."""
+        if self.result is None or self.case.num_rounds is not None:
+            return []
+        errors = {each.name: median_error(each.spread, self.num_rounds) for each in self.result.contenders}
+        return [(name, error) for name, error in errors.items() if error >= STEADY]
 
 
 @dataclass(frozen=True)
@@ -110,8 +125,10 @@ def show(console: Console, measured: Sequence[Measured]) -> None:
     console.print()
     results = {name: each.result for name, each in zip(names, measured, strict=True) if each.result is not None}
     moves = any(result.comm is not None for result in results.values())
-    legend = [_LEGEND + (_LEGEND_OF_OVERLAP if moves else "")] if results else []
-    for note in [*_skipped_notes(results), *_auto_notes(results), *legend]:
+    rounds = count_rounds([each.num_rounds for each in measured if each.result is not None])
+    legend = [_LEGEND.format(rounds) + (_LEGEND_OF_OVERLAP if moves else "")] if results else []
+    unsteady = _unsteady_notes(dict(zip(names, measured, strict=True)))
+    for note in [*_skipped_notes(results), *_auto_notes(results), *unsteady, *legend]:
         console.print(escape(note), style="dim", width=min(80, console.width))
 
 
@@ -153,6 +170,22 @@ def _skipped_notes(results: Mapping[str, CaseResult]) -> list[str]:
         f"{name}: skipped, {why}" + ("" if len(shapes) == len(results) else f" (at {'; '.join(shapes)})")
         for (name, why), shapes in at.items()
     ]
+
+
+def count_rounds(numbers: Sequence[int]) -> str:
+    """``20 rounds``, or ``20 to 45 rounds`` where shapes differ."""
+    low, high = min(numbers, default=0), max(numbers, default=0)
+    return f"{low} to {high} rounds" if low < high else f"{high} round{'' if high == 1 else 's'}"
+
+
+def _unsteady_notes(measured: Mapping[str, Measured]) -> list[str]:
+    found = [(error, name, label) for label, each in measured.items() for name, error in each.unsteady]
+    if not found:
+        return []
+    worst = [f"{name} at {label} ({_percent(error)})" for error, name, label in sorted(found, reverse=True)]
+    more = f", and {len(worst) - _MAX_UNSTEADY} more" if len(worst) > _MAX_UNSTEADY else ""
+    known = f"not known to {_percent(STEADY)} after {MAX_ROUNDS} rounds, by its standard error"
+    return [f"{', '.join(worst[:_MAX_UNSTEADY])}{more}: {known}."]
 
 
 def _auto_notes(results: Mapping[str, CaseResult]) -> list[str]:
@@ -241,6 +274,7 @@ def _case_json(each: Measured) -> dict[str, Any]:
     parts = {name: getattr(result, name) for name in _PARTS}
     return {
         **case,
+        "num_rounds": each.num_rounds,
         "problems": [],
         "world_size": result.world_size,
         "auto": result.auto,
@@ -288,6 +322,7 @@ def as_csv(session: Session, measured: Sequence[Measured]) -> str:
                         **{name: None if part is None else part.seconds for name, part in parts.items()},
                         "limit": result.limit,
                         **_derived(result, timing),
+                        "num_rounds": each.num_rounds,
                     }
                 )
     text = io.StringIO()

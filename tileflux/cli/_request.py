@@ -81,7 +81,8 @@ class Options:
     where: BenchPlace
     dtype: Dtype | None
     sweep: Sequence[str]
-    iters: int
+    iters: int | None
+    """None: until medians are steady."""
     strategy: Sequence[Strategy]
     shapes: ShapeSet | None
     link: str | None
@@ -117,7 +118,8 @@ class Request:
         """The call with everything that decides what is measured written out, defaults too."""
         options, dtype = self.options, self.cases[0].dtype
         words = ["tileflux", "bench", options.op, *(str(size) for size in options.sizes if size is not None)]
-        words += ["--where", options.where, "--dtype", dtype, "--iters", str(options.iters)]
+        words += ["--where", options.where, "--dtype", dtype]
+        words += [] if options.iters is None else ["--iters", str(options.iters)]
         words += [] if self.world.where == "torchrun" or options.op is Op.GEMM else ["--world", str(self.world.size)]
         for option, values in (("--sweep", options.sweep), ("--strategy", options.strategy)):
             words += [word for value in values for word in (option, value)]

@@ -25,7 +25,7 @@ from tileflux import env
 from tileflux.cli._console import Progress, fail, make_console
 from tileflux.cli._machine import inspect_machine
 from tileflux.cli._plot import plot as draw
-from tileflux.cli._report import Measured, Session, as_csv, as_json, merge, sentence, show
+from tileflux.cli._report import Measured, Session, as_csv, as_json, count_rounds, merge, sentence, show
 from tileflux.cli._request import GHOST_WORLD, STDOUT, WORLD, Dtype, Op, Options, Request, ShapeSet, Strategy
 from tileflux.cli._worlds import (
     BenchPlace,
@@ -40,6 +40,7 @@ from tileflux.cli._worlds import (
 from tileflux.errors import RankFailed, TilefluxError
 from tileflux.symm.group import Group
 from tileflux.testing.bench import RankTimes, measure
+from tileflux.testing.timing import MAX_ROUNDS, MIN_ROUNDS, STEADY
 
 __all__ = ["bench"]
 
@@ -66,7 +67,15 @@ _Sweep = Annotated[
     list[str] | None,
     typer.Option("--sweep", metavar="AXIS=SIZES", help="m=512:8192, doubling, or m=512,4096. Also n and k."),
 ]
-_Iters = Annotated[int, typer.Option("--iters", min=1, help="Timed rounds; in each, everything runs once.")]
+_Iters = Annotated[
+    int | None,
+    typer.Option(
+        "--iters",
+        min=1,
+        help=f"Timed rounds; in each, everything runs once. Default: {MIN_ROUNDS} to {MAX_ROUNDS}, until medians are "
+        f"known to {100 * STEADY:g} %.",
+    ),
+]
 _Strategy = Annotated[list[Strategy] | None, typer.Option("--strategy", help="Which of ours; all, if none is named.")]
 _Shapes = Annotated[ShapeSet | None, typer.Option("--shapes", help="Layers of known models instead of M N K.")]
 _LinkText = Annotated[
@@ -86,7 +95,7 @@ def bench(
     where: _Where = BenchPlace.AUTO,
     dtype: _Dtype = None,
     sweep: _Sweep = None,
-    iters: _Iters = 20,
+    iters: _Iters = None,
     strategy: _Strategy = None,
     shapes: _Shapes = None,
     link: _LinkText = None,
@@ -181,7 +190,8 @@ def _reason(error: TilefluxError) -> str:
 def _announce(console: Console, request: Request, world: World) -> None:
     case = request.cases[0]
     link = f", link {request.link}" if request.link is not None else ""
-    how = f"{world.text}{link}, {case.dtype}, {case.num_rounds} round{'s' if case.num_rounds > 1 else ''}"
+    rounds = count_rounds([case.num_rounds] if case.num_rounds else [MIN_ROUNDS, MAX_ROUNDS])
+    how = f"{world.text}{link}, {case.dtype}, {rounds}"
     console.print(f"tileflux {tileflux.__version__} bench {case.op}: {how}", soft_wrap=True)
 
 
@@ -194,11 +204,14 @@ def _watched(console: Console, request: Request, work: Callable[[Path | None], l
             ticks = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tileflux-bench-")), "ticks")
 
         def describe() -> str:
-            done = ticks.stat().st_size if ticks is not None and ticks.exists() else 0
-            if done == 0:
+            text = ticks.read_text() if ticks is not None and ticks.exists() else ""
+            if not text:
                 return "starting ranks and checking results"
-            shape = min(done // num_rounds, num_cases - 1) + 1
-            return f"timing shape {shape} of {num_cases}: {100 * done / (num_rounds * num_cases):.0f} % of all rounds"
+            *done, now = text.split("\n")
+            shape = f"timing shape {min(len(done), num_cases - 1) + 1} of {num_cases}"
+            if num_rounds is None:
+                return f"{shape}: round {len(now or done[-1])}"
+            return f"{shape}: {100 * text.count('.') / (num_rounds * num_cases):.0f} % of all rounds"
 
         with Progress(console, describe):
             return work(ticks)
