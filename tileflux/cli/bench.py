@@ -27,17 +27,8 @@ from tileflux.cli._machine import inspect_machine
 from tileflux.cli._plot import plot as draw
 from tileflux.cli._report import Measured, Session, as_csv, as_json, count_rounds, merge, sentence, show
 from tileflux.cli._request import GHOST_WORLD, STDOUT, WORLD, Dtype, Op, Options, Request, ShapeSet, Strategy
-from tileflux.cli._worlds import (
-    BenchPlace,
-    World,
-    explain,
-    is_unavailable,
-    run,
-    run_here,
-    torchrun_world,
-    virtual_ranks,
-)
-from tileflux.errors import RankFailed, TilefluxError
+from tileflux.cli._worlds import BenchPlace, World, attempt, reason, run, run_here, torchrun_world
+from tileflux.errors import TilefluxError
 from tileflux.symm.group import Group
 from tileflux.testing.bench import RankTimes, measure
 from tileflux.testing.timing import MAX_ROUNDS, MIN_ROUNDS, STEADY
@@ -135,24 +126,21 @@ def _measure(request: Request) -> tuple[Console, World, list[Measured]]:
     if request.world.where == "torchrun":
         world, ranks = _join(console, request)
     else:
-        world, ranks = _start(console, request, request.world)
+        may_fall_back = request.options.where is BenchPlace.AUTO
+        world, ranks = attempt(
+            "bench", console, request.world, lambda world: _start(console, request, world), may_fall_back=may_fall_back
+        )
     return console, world, merge(request.cases, world.size, ranks)
 
 
-def _start(console: Console, request: Request, world: World) -> tuple[World, list[list[RankTimes]]]:
-    """The ranks' times, and their world: virtual ranks instead, where ``auto`` took MPS and that does not work."""
+def _start(console: Console, request: Request, world: World) -> list[list[RankTimes]]:
+    """The ranks' times."""
     _announce(console, request, world)
     changes = {"TILEFLUX_LINK": str(request.link)} if request.link is not None else {}
-    try:
-        with env.scoped(changes):
-            return world, _watched(
-                console, request, lambda ticks: run(world, measure, (request.cases, ticks), timeout_s=_TIMEOUT_S)
-            )
-    except TilefluxError as error:
-        if not (request.options.where is BenchPlace.AUTO and world.where == "mps" and is_unavailable(error)):
-            fail("bench", _reason(error), 1)
-        console.print(f"MPS does not work here: {explain(error)[0]}", soft_wrap=True)
-    return _start(console, request, virtual_ranks(world.size, world.device))
+    with env.scoped(changes):
+        return _watched(
+            console, request, lambda ticks: run(world, measure, (request.cases, ticks), timeout_s=_TIMEOUT_S)
+        )
 
 
 def _join(console: Console, request: Request) -> tuple[World, list[list[RankTimes]]]:
@@ -167,24 +155,13 @@ def _join(console: Console, request: Request) -> tuple[World, list[list[RankTime
                 ranks = run_here(group, measure, (request.cases, None))
             is_first = group.rank == 0
     except TilefluxError as error:
-        fail("bench", _reason(error), 1)
+        fail("bench", reason(error), 1)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     if not is_first:
         raise typer.Exit
     return world, ranks
-
-
-def _reason(error: TilefluxError) -> str:
-    """One line for what is understood, a rank's traceback for the rest."""
-    what, fix = explain(error)
-    cause = error.cause if isinstance(error, RankFailed) else None
-    # Too large a shape is nobody's defect. On the CPU torch has no type of its own for it.
-    is_too_large = isinstance(cause, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(cause)
-    if isinstance(cause, TilefluxError | None) or is_too_large:
-        return f"{what}; to fix: {fix}" if fix else what
-    return str(error)
 
 
 def _announce(console: Console, request: Request, world: World) -> None:

@@ -27,8 +27,7 @@ from tileflux import env
 from tileflux.cli._console import Progress, fail, make_console
 from tileflux.cli._machine import inspect_machine
 from tileflux.cli._request import GHOST_WORLD, STDOUT, WORLD, Dtype, Op, Options, Request, ShapeSet
-from tileflux.cli._worlds import BenchPlace, explain, is_unavailable, run, virtual_ranks
-from tileflux.errors import RankFailed, TilefluxError
+from tileflux.cli._worlds import BenchPlace, World, attempt, run
 from tileflux.testing import tuning
 from tileflux.testing.bench import BenchCase
 from tileflux.testing.tuning import Tuned
@@ -124,25 +123,22 @@ def _check(options: Options, dry_run: bool) -> Request:
 
 
 def _search(console: Console, request: Request, budget_s: float, num_jobs: int) -> tuple[Request, list[Tuned]]:
-    """Run the ranks; as virtual ranks instead, where ``auto`` took MPS and that does not work."""
-    world, case = request.world, request.cases[0]
-    console.print(
-        f"tileflux {tileflux.__version__} tune {case.op}: {world.text}, {case.dtype}, {budget_s:g} s a shape",
-        soft_wrap=True,
-    )
-    try:
-        ranks: list[list[Tuned]] = _watched(
-            console, request.cases,
-            lambda ticks: run(world, tuning.tune, (request.cases, budget_s, num_jobs, ticks), timeout_s=_TIMEOUT_S),
-        )  # fmt: skip
-        return request, [_merge(each) for each in zip(*ranks, strict=True)]
-    except TilefluxError as error:
-        if not (request.options.where is BenchPlace.AUTO and world.where == "mps" and is_unavailable(error)):
-            understood = not isinstance(error, RankFailed) or isinstance(error.cause, TilefluxError | None)
-            fail("tune", explain(error)[0] if understood else str(error), 1)
-        console.print(f"MPS does not work here: {explain(error)[0]}", soft_wrap=True)
-    instead = dataclasses.replace(request, world=virtual_ranks(world.size, world.device))
-    return _search(console, instead, budget_s, num_jobs)
+    """Run the ranks: what they found, and in which world."""
+    cases = request.cases
+
+    def work(world: World) -> list[list[Tuned]]:
+        how = f"{world.text}, {cases[0].dtype}, {budget_s:g} s a shape"
+        console.print(f"tileflux {tileflux.__version__} tune {cases[0].op}: {how}", soft_wrap=True)
+        return _watched(
+            console,
+            cases,
+            lambda ticks: run(world, tuning.tune, (cases, budget_s, num_jobs, ticks), timeout_s=_TIMEOUT_S),
+        )
+
+    may_fall_back = request.options.where is BenchPlace.AUTO
+    world, ranks = attempt("tune", console, request.world, work, may_fall_back=may_fall_back)
+    found = [_merge(each) for each in zip(*ranks, strict=True)]
+    return dataclasses.replace(request, world=world), found
 
 
 def _merge(found: Sequence[Tuned]) -> Tuned:
