@@ -258,7 +258,7 @@ def _repeat(rank: int, world_size: int) -> None:
     with ghost_group(WORLD, timeout_s=5) as group:
         for case in CASES:
             suite = bench.make_suite(group, case)
-            assert bench._check(group, suite) == ""
+            assert bench.check_suite(group, suite) == ""
             ours = [each for each in suite.contenders if each.name in ("ours fused", "ours pipelined")]
             for call in range(20):
                 suite.poison()

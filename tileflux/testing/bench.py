@@ -21,7 +21,7 @@ from tileflux.testing.timing import (
     time_rounds,
 )
 
-__all__ = ["BenchCase", "RankTimes", "are_steady", "make_suite", "measure"]
+__all__ = ["BenchCase", "RankTimes", "are_steady", "check_suite", "make_suite", "measure"]
 
 _ROUNDS_BETWEEN = 5  # ranks have to tell each other their times to find out
 
@@ -63,7 +63,7 @@ def measure(group: Group, cases: Sequence[BenchCase], ticks: Path | None) -> lis
 
 def _measure(group: Group, case: BenchCase, ticks: Path | None) -> RankTimes:
     suite = make_suite(group, case)
-    problem = _check(group, suite)
+    problem = check_suite(group, suite)
 
     def tick(mark: bytes) -> None:
         if ticks is not None and group.rank == 0:
@@ -107,7 +107,7 @@ def make_suite(group: Group, case: BenchCase) -> Suite:
     return make(group, case.op, (case.m, case.n, case.k), case.dtype, case.strategies)
 
 
-def _check(group: Group, suite: Suite) -> str:
+def check_suite(group: Group, suite: Suite) -> str:
     """The first wrong result, in words. A contender that cannot run at all is moved to the skipped ones."""
     problem = ""
     for contender in list(suite.contenders):
