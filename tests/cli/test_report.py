@@ -277,3 +277,28 @@ def test_it_says_how_many_rounds_there_were_and_what_is_still_unsteady() -> None
     assert report["num_rounds"] == 25
     (row, _) = csv.DictReader(io.StringIO(as_csv(SESSION, [case(25, 0.0, None)])))
     assert row["num_rounds"] == "25"
+
+
+def test_of_several_products_the_mean_and_the_worst_are_told_by_shape() -> None:
+    def product(m: int, n: int, torch_ms: float, ours_ms: float) -> Measured:
+        rounds = {name: [1e-3 * each * share for share in (0.99, 1.0, 1.01)]
+                  for name, each in (("gemm", torch_ms), ("torch", torch_ms), ("ours", ours_ms))}  # fmt: skip
+        missing = {name: [0.0] * 3 for name in ("comm", "beside")}
+        asked = BenchCase("gemm", m, n, 64, "bfloat16", (), 3)
+        return merge([asked], 1, [[RankTimes("", rounds | missing, {}, "")]])[0]
+
+    def said(*products: Measured) -> str:
+        return sentence([each.result for each in products if each.result is not None])
+
+    slow, level, quick = product(512, 64, 0.8, 1.0), product(4096, 64, 1.0, 1.0), product(8192, 64, 1.6, 1.0)
+    # The cube root of 0.8 * 1 * 1.6.
+    assert said(slow, level, quick) == (
+        "ours is 1.09x as quick as torch.mm in the geometric mean of 3 shapes, from 0.80x at M=512 to 1.60x at M=8192; "
+        "it wins 1, is level at 1, loses 1."
+    )
+    wide = product(512, 128, 0.9, 1.0)
+    assert said(slow, wide) == (
+        "ours is 0.85x as quick as torch.mm in the geometric mean of 2 shapes, from 0.80x at N=64 to 0.90x at N=128; "
+        "it loses 2."
+    )
+    assert said(slow) == "ours loses to torch by 25 %: 0.80x over torch."

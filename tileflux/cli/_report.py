@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tileflux.perf.figures import BASELINES, OURS, CaseResult, Duel, Timing, judge, summarize
+from tileflux.perf.figures import BASELINES, OURS, CaseResult, Duel, Timing, Verdict, judge, summarize
 from tileflux.testing.bench import BenchCase, RankTimes
 from tileflux.testing.timing import MAX_ROUNDS, STEADY, median_error
 
@@ -214,6 +214,9 @@ def sentence(results: Sequence[CaseResult]) -> str:
         return "Nothing of ours was timed, so there is nothing to compare."
     if len(verdict.duels) == 1:
         return _one_shape(verdict.duels[0])
+    names = dict(zip([id(each) for each in results], labels(results), strict=True))
+    if all(each.op == "gemm" for each in results):
+        return _products(verdict, names)
     won, level, lost = (
         [duel for duel in verdict.duels if getattr(duel, kind)] for kind in ("is_won", "is_level", "is_lost")
     )
@@ -225,8 +228,22 @@ def sentence(results: Sequence[CaseResult]) -> str:
     text += f"; {statistics.geometric_mean(speedups):.2f}x over {baseline} in the geometric mean"
     text += f" ({min(speedups):.2f} to {max(speedups):.2f})"
     if lost:
-        text += f"; loses {_losses(lost, dict(zip([id(each) for each in results], labels(results), strict=True)))}"
+        text += f"; loses {_losses(lost, names)}"
     return text + "."
+
+
+def _products(verdict: Verdict, names: Mapping[int, str]) -> str:
+    """Of plain products: the library's time over ours, in the mean, where it is worst and where it is best."""
+    duels = sorted(verdict.duels, key=lambda duel: duel.speedup)
+    mean = statistics.geometric_mean(duel.speedup for duel in duels)
+    worst, best = (f"{duel.speedup:.2f}x at {names[id(duel.case)]}" for duel in (duels[0], duels[-1]))
+    kinds = {"wins": "is_won", "is level at": "is_level", "loses": "is_lost"}
+    counts = {word: sum(getattr(duel, kind) for duel in duels) for word, kind in kinds.items()}
+    told = ", ".join(f"{word} {count}" for word, count in counts.items() if count)
+    return (
+        f"{verdict.name} is {mean:.2f}x as quick as torch.mm in the geometric mean of {len(duels)} shapes, "
+        f"from {worst} to {best}; it {told}."
+    )
 
 
 def _losses(lost: Sequence[Duel], names: Mapping[int, str]) -> str:
