@@ -184,8 +184,8 @@ def _unsteady_notes(measured: Mapping[str, Measured]) -> list[str]:
         return []
     worst = [f"{name} at {label} ({_percent(error)})" for error, name, label in sorted(found, reverse=True)]
     more = f", and {len(worst) - _MAX_UNSTEADY} more" if len(worst) > _MAX_UNSTEADY else ""
-    known = f"not known to {_percent(STEADY)} after {MAX_ROUNDS} rounds, by its standard error"
-    return [f"{', '.join(worst[:_MAX_UNSTEADY])}{more}: {known}."]
+    said = f"Medians not known to {100 * STEADY:g} % after {MAX_ROUNDS} rounds, by their standard error"
+    return [f"{said}: {', '.join(worst[:_MAX_UNSTEADY])}{more}."]
 
 
 def _auto_notes(results: Mapping[str, CaseResult]) -> list[str]:

@@ -42,8 +42,10 @@ _CLOSING_S = 10.0
 
 @dataclass(frozen=True)
 class Variant:
-    """What decides how a GEMM is compiled, as far as these ways to launch it differ. Of sizes that is what is left
-    when they are divided by tiles and by what is loaded at once, so that many shapes have the same variants.
+    """What decides how a GEMM is compiled, as far as these ways to launch it differ.
+
+    Of sizes that is what is left when they are divided by what tiles have and what is loaded at once: many shapes have
+    the same variants.
     """
 
     role: str
@@ -172,8 +174,9 @@ class Compilers:
             process.close()
 
     def compile(self, wanted: Sequence[Variant], limit_s: float) -> int:
-        """Compile what has not been asked for before, in this order, until ``limit_s`` is over; how many there was
-        time for. One alone is left to its launch, which is as quick.
+        """Compile what has not been asked for before, in this order, until ``limit_s`` is over; returns how many.
+
+        One alone is left to its launch, which is as quick.
         """
         new = [variant for variant in dict.fromkeys(wanted) if variant not in self._asked]
         if self._num_processes < 1 or len(new) < 2 or limit_s <= 0:

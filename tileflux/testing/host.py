@@ -77,6 +77,9 @@ def _measure(group: Group, case: BenchCase, ticks: Path | None) -> HostTimes:
     problem = check_suite(group, suite)
     skipped = {name: why for name, why in suite.skipped.items() if name != "torch"}
     stand_ins = _stand_ins(group) if _on_gpu(group) else {}
+    # Nobody calls an op while another rank still loads: what waits for it would keep it from loading.
+    group.synchronize()
+    group.barrier()
     with _timed(case.op) as clock:
         calls = _calls(group, suite, clock, skipped)
         queued = {name: _note(group, call, clock) for name, call in calls.items()} if _on_gpu(group) else {}
@@ -252,8 +255,9 @@ def replayed(queued: Sequence[Queued], stand_ins: Mapping[str, Call]) -> Call:
 
 
 def _stand_ins(group: Group) -> dict[str, Call]:
-    """By kind of kernel: one of the same make that waits for nobody. Products and copies are queued as they were: they
-    write what the last call has written, and all ranks are idle then.
+    """By kind of kernel: one of the same make that waits for nobody.
+
+    Products and copies need none: again they write what the last call has written, and all ranks are idle then.
     """
     x, weight, out = (torch.zeros(_PLAIN_SIZE, _PLAIN_SIZE, dtype=torch.bfloat16, device=group.device) for _ in "xwo")
     found: list[Queued] = []

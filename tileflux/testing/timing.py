@@ -60,8 +60,9 @@ def agree_max(group: Group, values: Sequence[float]) -> list[float]:
     if not _has_peers(group):
         return list(values)
     mine = torch.tensor([list(values)], dtype=torch.float64, device=group.device)
-    everyone = ops.all_gather(mine, group=group)
-    return [float(value) for value in everyone.amax(0).tolist()]
+    # On the host: a kernel of torch's that has to be loaded is not loaded while a peer on the same GPU waits.
+    everyone: list[list[float]] = ops.all_gather(mine, group=group).tolist()
+    return [max(column) for column in zip(*everyone, strict=True)]
 
 
 def _has_peers(group: Group) -> bool:
