@@ -167,7 +167,9 @@ def test_one_rank_alone() -> None:
     assert times.problem == "" and len(times.rounds["ours"]) == 3
 
 
-def _rounds_until_steady(group: Group, noise: tuple[float, float], op: str) -> dict[str, list[float]]:
+def _rounds_until_steady(
+    group: Group, noise: tuple[float, float], op: str, num_rounds: int | None = None
+) -> dict[str, list[float]]:
     """Made-up times around 1 ms, with so much noise on even and on odd ranks."""
     drawn = random.Random(7 + group.rank)
 
@@ -181,7 +183,7 @@ def _rounds_until_steady(group: Group, noise: tuple[float, float], op: str) -> d
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "Stopwatch", Watch)
-        case = dataclasses.replace(make_case(op, (16, 16, 16)), num_rounds=None)
+        case = dataclasses.replace(make_case(op, (16, 16, 16)), num_rounds=num_rounds)
         return measure(group, [case], None)[0].rounds
 
 
@@ -200,6 +202,11 @@ def test_rounds_go_on_until_the_slowest_rank_is_steady(noise: tuple[float, float
     found = run_ranks(_rounds_until_steady, 2, args=(noise, "gemm_rs"))
     counts = {len(seconds) for rank in found for seconds in rank.values()}
     assert len(counts) == 1 and least <= counts.pop() <= most
+
+
+def test_as_many_rounds_as_are_asked_for_steady_or_not() -> None:
+    for rank in run_ranks(_rounds_until_steady, 2, args=((0.0, 0.0), "gemm_rs", 27)):
+        assert {len(seconds) for seconds in rank.values()} == {27}
 
 
 def test_one_rank_alone_decides_alone() -> None:
