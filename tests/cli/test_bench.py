@@ -145,7 +145,7 @@ def test_a_rank_among_ghosts(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
     result = invoke("ag_gemm", "8", "8", "8", "--where", "ghost", "--json", "-")
     assert recorder.worlds == [ghost_world(8)]
-    assert "1 rank with 7 ghost peers behind PCIe, bfloat16, 20 rounds" in result.stderr
+    assert "1 rank with 7 ghost peers behind PCIe, bfloat16, 20 to 100 rounds" in result.stderr
     report = json.loads(result.stdout)
     assert (report["where"], report["world_size"], report["device"]) == ("ghost", 8, "Made-up GPU")
     assert len(report["cases"][0]["contenders"][0]["rounds"]) == 1, "one rank is real"
@@ -212,8 +212,9 @@ def test_a_traceback_only_for_what_is_not_understood(
     assert len(result.stderr.splitlines()) == num_lines
 
 
-def test_how_far_it_is_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = tuple(BenchCase("ag_gemm", m, 8, 8, "float32", (), 10) for m in (1, 2, 3))
+@pytest.mark.parametrize("num_rounds", [10, None])
+def test_how_far_it_is_on_a_terminal(num_rounds: int | None) -> None:
+    cases = tuple(BenchCase("ag_gemm", m, 8, 8, "float32", (), num_rounds) for m in (1, 2, 3))
     options = Options(None, (), None, BenchPlace.CPU, None, (), 10, (), None, None, None, None, None)  # type: ignore[arg-type]
     request = Request(options, _worlds.cpu_processes(2), cases, None)
     folders: list[Path] = []
@@ -222,16 +223,17 @@ def test_how_far_it_is_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ticks is not None
         folders.append(ticks.parent)
         time.sleep(0.3)
-        ticks.write_bytes(b"." * 15)
+        ticks.write_text("..........\n.....")
         time.sleep(0.4)
-        ticks.write_bytes(b"." * 30)
+        ticks.write_text("..........\n" * 3)
         time.sleep(0.4)
         return []
 
     file = io.StringIO()
     assert bench_module._watched(Console(file=file, force_terminal=True, width=80), request, work) == []
     shown = file.getvalue()
-    words = ["starting ranks", "timing shape 2 of 3: 50 % of all rounds", "timing shape 3 of 3: 100 %"]
+    far = ("50 % of all rounds", "100 %") if num_rounds else ("round 5", "round 10")
+    words = ["starting ranks", f"timing shape 2 of 3: {far[0]}", f"timing shape 3 of 3: {far[1]}"]
     places = [shown.find(each) for each in words]
     assert -1 not in places and places == sorted(places)
     assert not folders[0].exists()

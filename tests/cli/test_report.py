@@ -256,3 +256,49 @@ def test_a_picture_of_sizes_without_a_common_baseline(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot(results({1: {"sequential": 1.0, "ours fused": 2.0}, 2: {"torch": 1.0}}), "", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 5000
+
+
+def test_it_says_how_many_rounds_there_were_and_what_is_still_unsteady() -> None:
+    def case(num_rounds: int, noise: float, wanted: int | None) -> Measured:
+        rounds = [value * (1 + noise * (index % 2)) for index, value in enumerate([1e-3] * num_rounds)]
+        made = RankTimes("", dict.fromkeys((*PARTS, "sequential", "ours fused"), rounds), {}, "fused")
+        asked = BenchCase("ag_gemm", num_rounds, 8, 8, "float32", ("fused",), wanted)
+        return merge([asked], 1, [[made]])[0]
+
+    text = " ".join(shown([case(20, 0.0, None), case(100, 0.5, None)]).split())
+    assert "total: median over 20 to 100 rounds of the slowest rank." in text
+    # Two halves half apart: 1.2533 * 0.7413 * 0.5 / 1.25 / 10.
+    note = "Medians not known to 1 % after 100 rounds, by their standard error: "
+    assert note + "sequential at M=100 (3.7%), ours fused at M=100 (3.7%)." in text and "at M=20" not in text
+    text = " ".join(shown([case(7, 0.5, 7)]).split())
+    assert "total: median over 7 rounds of" in text and "not known" not in text, "as many as were asked for"
+    assert "over 1 round of" in " ".join(shown([case(1, 0.0, 1)]).split())
+    report = as_json(SESSION, [case(25, 0.0, None)])["cases"][0]
+    assert report["num_rounds"] == 25
+    (row, _) = csv.DictReader(io.StringIO(as_csv(SESSION, [case(25, 0.0, None)])))
+    assert row["num_rounds"] == "25"
+
+
+def test_of_several_products_the_mean_and_the_worst_are_told_by_shape() -> None:
+    def product(m: int, n: int, torch_ms: float, ours_ms: float) -> Measured:
+        rounds = {name: [1e-3 * each * share for share in (0.99, 1.0, 1.01)]
+                  for name, each in (("gemm", torch_ms), ("torch", torch_ms), ("ours", ours_ms))}  # fmt: skip
+        missing = {name: [0.0] * 3 for name in ("comm", "beside")}
+        asked = BenchCase("gemm", m, n, 64, "bfloat16", (), 3)
+        return merge([asked], 1, [[RankTimes("", rounds | missing, {}, "")]])[0]
+
+    def said(*products: Measured) -> str:
+        return sentence([each.result for each in products if each.result is not None])
+
+    slow, level, quick = product(512, 64, 0.8, 1.0), product(4096, 64, 1.0, 1.0), product(8192, 64, 1.6, 1.0)
+    # The cube root of 0.8 * 1 * 1.6.
+    assert said(slow, level, quick) == (
+        "ours is 1.09x as quick as torch.mm in the geometric mean of 3 shapes, from 0.80x at M=512 to 1.60x at M=8192; "
+        "it wins 1, is level at 1, loses 1."
+    )
+    wide = product(512, 128, 0.9, 1.0)
+    assert said(slow, wide) == (
+        "ours is 0.85x as quick as torch.mm in the geometric mean of 2 shapes, from 0.80x at N=64 to 0.90x at N=128; "
+        "it loses 2."
+    )
+    assert said(slow) == "ours loses to torch by 25 %: 0.80x over torch."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Sequence
 from importlib import import_module
@@ -23,7 +24,7 @@ from tileflux.testing import run_ranks
 from tileflux.testing.bench import BenchCase
 from tileflux.testing.tuning import Tuned
 from tileflux.tune import store
-from tileflux.tune.lookup import forget
+from tileflux.tune.lookup import forget, lookup
 from tileflux.tune.search import Candidate, Outcome
 
 from .bench_cases import LAUNCHER, pretend
@@ -62,7 +63,7 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: Tuned) -> None:
         self.worlds: list[World] = []
         self.cases: Sequence[BenchCase] = ()
-        self.budget_s = -1.0
+        self.budget_s, self.num_jobs = -1.0, -1
         self.answers = answers
         self.error: Exception | None = None
         monkeypatch.setattr(tune_module, "run", self)
@@ -70,10 +71,11 @@ class Recorder:
     def __call__(self, world: World, function: object, args: tuple[Any, ...], *, timeout_s: float) -> list[Any]:
         assert function is tune_module.tuning.tune and timeout_s >= 3600
         self.worlds.append(world)
-        self.cases, self.budget_s, _ = args
+        self.cases, self.budget_s, self.num_jobs, _ = args
         if self.error is not None and world.where != "virtual":
             raise self.error
-        return [list(self.answers) or [made_up(case) for case in self.cases]] * world.size
+        num_ranks = 1 if world.where == "ghost" else world.size
+        return [list(self.answers) or [made_up(case) for case in self.cases]] * num_ranks
 
 
 def _reason(group: Group, op: str, shape: tuple[int, int, int]) -> str:
@@ -106,13 +108,20 @@ def test_the_table_and_the_sentence(monkeypatch: pytest.MonkeyPatch, folder: Pat
     recorder = Recorder(monkeypatch)
     result = invoke("ag_gemm", "512", "256", "64", "--sweep", "m=512,1024", "--budget", "7", "--dtype", "bfloat16")
     assert result.exit_code == 0, result.output
-    assert recorder.budget_s == 7 and [case.m for case in recorder.cases] == [512, 1024]
+    assert recorder.budget_s == 7 and recorder.num_jobs == len(os.sched_getaffinity(0))
+    assert [case.m for case in recorder.cases] == [512, 1024]
     assert {case.dtype for case in recorder.cases} == {"bfloat16"}
     text = " ".join(result.output.split())
     assert "512 x 256 x 64 fused 128x128x64 fused 64x128x32, 2 1.10x 1.30x 9 of 12 chunks" in text
     assert "auto gets quicker: at 2 of 2 shapes, 1.10x over before in the geometric mean; kept in " in text
     assert [entry.config for entry in store.load(str(folder))] == [TUNED.config] * 2
     assert [dict(entry.seconds) for entry in store.load(str(folder))] == [{"fused": 1e-3, "sequential": 1.3e-3}] * 2
+
+
+def test_jobs_are_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    assert invoke("ag_gemm", "512", "256", "64", "--jobs", "5", "--dry-run").exit_code == 0
+    assert recorder.num_jobs == 5
 
 
 def test_what_was_the_quickest_before_is_kept_as_measured(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -156,7 +165,7 @@ def test_every_ranks_wrong_results_are_told_and_the_winners_own_time_is_kept() -
     tuned = made_up(case)
     assert tuned.outcome is not None
     level = dataclasses.replace(tuned.outcome, seconds={**tuned.outcome.seconds, BEFORE: 0.995e-3})
-    entry = tune_module._entry(dataclasses.replace(tuned, outcome=level), "2026-11-15", {})
+    entry = tune_module._entry(dataclasses.replace(tuned, outcome=level), "2026-11-15", {}, False)
     assert entry.config == TUNED.config and entry.seconds["fused"] == 1e-3
 
 
@@ -179,8 +188,10 @@ def test_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> 
         ([], "'op'|OP|op"),
         (["ag_gemm", "8", "8"], "K missing"),
         (["ag_gemm", "8", "8", "8", "--budget", "-1"], "'--budget'"),
+        (["ag_gemm", "8", "8", "8", "--jobs", "0"], "'--jobs'"),
         (["ag_gemm", "8", "8", "8", "--world", "1"], "--world 1: one rank has nothing to wait for"),
-        (["ag_gemm", "8", "8", "8", "--where", "ghost"], "ghosts play what auto takes"),
+        (["ag_gemm", "8", "8", "8", "--where", "ghost"], "--where ghost needs a GPU"),
+        (["gemm_ar", "8", "8", "8", "--where", "ghost"], "ghosts play ag_gemm and gemm_rs, not gemm_ar"),
         (["ag_gemm", "8", "8", "8", "--where", "mps"], "torch sees none here"),
         (["ag_gemm", "8", "8", "8", "--json", "/nowhere/a.json"], "there is no folder /nowhere"),
         (["ag_gemm", "--shapes", "decode"], "--shapes decode has nothing for ag_gemm"),
@@ -245,6 +256,21 @@ def test_without_mps_virtual_ranks_take_over(monkeypatch: pytest.MonkeyPatch) ->
     ] and "MPS does not work here" in result.output
     result = invoke("ag_gemm", "512", "256", "64", "--dry-run", "--where", "mps")
     assert result.exit_code == 1 and "no MPS" in result.output
+
+
+def test_what_was_measured_among_ghosts_says_so(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    pretend(monkeypatch, gpus=1)
+    recorder = Recorder(monkeypatch)
+    result = invoke("ag_gemm", "512", "256", "64", "--where", "ghost")
+    assert result.exit_code == 0, result.output
+    assert recorder.worlds == [_worlds.ghost_world(8)]
+    (entry,) = store.load(str(folder))
+    assert entry.with_ghosts and "with ghost peers" in lookup(entry.problem).reason
+    # What was measured among real ranks takes its place, and says nothing of ghosts.
+    assert invoke("ag_gemm", "512", "256", "64", "--where", "cpu", "--dtype", "bfloat16").exit_code == 0
+    forget()
+    (entry,) = store.load(str(folder))
+    assert not entry.with_ghosts and "ghost" not in lookup(entry.problem).reason
 
 
 def test_a_rank_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

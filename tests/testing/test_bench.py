@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +36,7 @@ def test_every_op_is_checked_and_timed_on_every_rank(world_size: int, tmp_path: 
     cases = [make_case(op, (65, 50, 35), dtype) for op in COMPARED for dtype in ("float32", "bfloat16")]
     ticks = tmp_path / "ticks"
     found = run_ranks(measure, world_size, args=(cases, ticks))
-    assert ticks.read_bytes() == b"." * 2 * len(cases), "a byte for every round, of one rank"
+    assert ticks.read_bytes() == b"..\n" * len(cases), "a dot for every round, of one rank"
     for times in (each for rank in found for each in rank):
         assert times.problem == ""
     for rank in found:
@@ -163,3 +165,61 @@ def test_ours_may_not() -> None:
 def test_one_rank_alone() -> None:
     (times,) = run_ranks(measure, 1, args=([make_case("gemm", (20, 30, 40), "bfloat16", 3)], None))[0]
     assert times.problem == "" and len(times.rounds["ours"]) == 3
+
+
+def _rounds_until_steady(
+    group: Group, noise: tuple[float, float], op: str, num_rounds: int | None = None
+) -> dict[str, list[float]]:
+    """Made-up times around 1 ms, with so much noise on even and on odd ranks."""
+    drawn = random.Random(7 + group.rank)
+
+    class Watch:
+        def __init__(self, *arguments: object) -> None:
+            pass
+
+        def seconds(self, call: Callable[[], object]) -> float:
+            call()
+            return 1e-3 * (1 + noise[group.rank % 2] * drawn.uniform(-1, 1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "Stopwatch", Watch)
+        case = dataclasses.replace(make_case(op, (16, 16, 16)), num_rounds=num_rounds)
+        return measure(group, [case], None)[0].rounds
+
+
+@pytest.mark.parametrize(
+    ("noise", "least", "most"),
+    [
+        ((0.0, 0.0), 20, 20),
+        ((0.01, 0.02), 20, 20),
+        ((0.02, 0.13), 25, 95),
+        ((0.5, 0.0), 100, 100),
+        ((0.0, 0.5), 100, 100),
+    ],
+)
+def test_rounds_go_on_until_the_slowest_rank_is_steady(noise: tuple[float, float], least: int, most: int) -> None:
+    """Ranks stop at the same round, whichever of them sees the noise."""
+    found = run_ranks(_rounds_until_steady, 2, args=(noise, "gemm_rs"))
+    counts = {len(seconds) for rank in found for seconds in rank.values()}
+    assert len(counts) == 1 and least <= counts.pop() <= most
+
+
+def test_as_many_rounds_as_are_asked_for_steady_or_not() -> None:
+    for rank in run_ranks(_rounds_until_steady, 2, args=((0.0, 0.0), "gemm_rs", 27)):
+        assert {len(seconds) for seconds in rank.values()} == {27}
+
+
+def test_one_rank_alone_decides_alone() -> None:
+    (found,) = run_ranks(_rounds_until_steady, 1, args=((0.5, 0.0), "gemm"))
+    assert {len(seconds) for seconds in found.values()} == {100}
+
+
+def test_what_is_steady() -> None:
+    alone: Any = SimpleNamespace(world_size=1, transport="local")
+    ghost: Any = SimpleNamespace(world_size=8, transport="ghost")
+    steady, noisy = [1.0, 1.01] * 20, [1.0, 1.2] * 20
+    for group in (alone, ghost):
+        assert bench.are_steady(group, {"a": steady, "b": steady[::-1]})
+        assert not bench.are_steady(group, {"a": steady, "b": noisy})
+        assert not bench.are_steady(group, {"a": [1.0] * 19}) and bench.are_steady(group, {"a": [1.0] * 20})
+        assert not bench.are_steady(group, {"a": [1.0] * 21}), "not asked after every round"

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from tileflux import ops
 from tileflux.config import GemmConfig
+from tileflux.kernels import dense
+from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import split_rows
+from tileflux.kernels.turns import ShardPlan
 from tileflux.symm.group import Group
 from tileflux.testing import bench, ghost_contenders, run_ranks
 from tileflux.testing.bench import BenchCase, RankTimes, measure
@@ -37,14 +41,16 @@ class Named(GhostTask):
 
     def __init__(self, *arguments: object) -> None:
         self.choice = SimpleNamespace(strategy=self.chosen, config=GemmConfig())  # type: ignore[assignment]
+        self.sizes, self.out = None, torch.empty(0)
 
     def nothing(self) -> Any:
         """In the place of what is not asked for here."""
 
-    multiply = copies = sequential = pipelined = check_departed = nothing
+    multiply = copies = sequential = pipelined = departed = check_departed = nothing
 
-    def caller(self, strategy: str) -> Any:
-        return f"ours in {strategy}"
+    def play(self, strategy: str, config: GemmConfig, asked: dict[str, Any]) -> Any:
+        assert config == self.choice.config and asked["config"] is None
+        return f"ours in {asked['strategy']}: {strategy}"
 
 
 @pytest.mark.parametrize("chosen", ["fused", "sequential"])
@@ -53,12 +59,116 @@ def test_contenders_by_name(chosen: str, monkeypatch: pytest.MonkeyPatch) -> Non
     suite = ghost_suite(None, "ag_gemm", (8, 8, 8), "bfloat16", STRATEGIES)  # type: ignore[arg-type]
     runs = {each.name: each.run for each in suite.contenders}
     assert list(runs) == ["sequential", "pipelined", "ours auto", "ours pipelined", "ours fused"]
-    assert runs["ours fused"] == "ours in fused" and runs["ours pipelined"] == "ours in pipelined"
+    assert runs["ours fused"] == "ours in fused: fused"
+    assert runs["ours pipelined"] == "ours in pipelined: pipelined"
     # Ghosts have no mailboxes: where auto would take the collective, the baseline stands for it.
-    assert runs["ours auto"] == (runs["sequential"] if chosen == "sequential" else "ours in auto")
+    assert runs["ours auto"] == (runs["sequential"] if chosen == "sequential" else "ours in auto: fused")
     assert suite.auto == chosen and set(suite.skipped) == {"torch", "ours sequential"}
     checks = {each.name: each.check.__name__ for each in suite.contenders}
     assert checks["ours fused"] == "check_ours" and checks["pipelined"] == "check"
+    assert checks["ours auto"] == ("check" if chosen == "sequential" else "check_ours")
+
+
+class Playing:
+    """In the place of ghosts: notes by which plan they are asked to play."""
+
+    def __init__(self) -> None:
+        self.played: list[tuple[str, ShardPlan, object]] = []
+
+    def start(self) -> None:
+        self.played.append(("start", None, None))  # type: ignore[arg-type]
+
+    join = start
+
+    def num_calls(self, op: str) -> int:
+        return len(self.played)
+
+    def gather(self, here: Any, x: torch.Tensor) -> None:
+        self.played.append(("gather", here.plan, x))
+
+    def scatter(self, here: Any, partials: list[torch.Tensor], *, watch_staging: bool) -> None:
+        self.played.append(("scatter", here.plan, watch_staging))
+
+
+def plan_of_op(monkeypatch: pytest.MonkeyPatch, op: str, task: Any, asked: dict[str, Any]) -> ShardPlan:
+    """By which plan the op goes among ranks whose copies need no SM, with all that it would launch left out."""
+    plans: list[ShardPlan] = []
+
+    class Stop(Exception):
+        pass
+
+    def turn(group: object, plan: ShardPlan) -> None:
+        plans.append(plan)
+        raise Stop
+
+    traits = SimpleNamespace(copies_need_sms=False, num_sms=132)
+    group = SimpleNamespace(device=torch.device("cuda"), world_size=4, rank=0, traits=traits)
+    operands = Operands(task.x, task.weight, task.out)
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(dense, "turn", turn)
+        if op == "ag_gemm":
+            dense.run_gather(group, [operands], task.rows, asked["strategy"], asked["config"])  # type: ignore[arg-type]
+        else:
+            dense.run_scatter(group, operands, task.rows, asked["strategy"], asked["config"])  # type: ignore[arg-type]
+    return plans[0]
+
+
+@pytest.mark.parametrize("strategy", ["fused", "pipelined"])
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
+def test_ghosts_play_by_the_plan_of_the_way_that_is_tried(
+    op: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever chunks and tiles it has, and whatever lookup would have taken."""
+    m, n, k = 3000, 64, 32
+    for config in (GemmConfig(64, 32, 32, num_chunks=1), GemmConfig(256, 64, 32, num_chunks=3)):
+        ghosts, synchronized = Playing(), list[int]()
+        group = SimpleNamespace(synchronize=lambda synchronized=synchronized: synchronized.append(1))
+        usual = SimpleNamespace(strategy="sequential", config=GemmConfig(num_chunks=8))
+        kind = GhostGather if op == "ag_gemm" else GhostScatter
+        out = torch.empty(m if op == "ag_gemm" else m // 4, n)
+        task = bare(
+            kind, 0, m, 4, op=op, shape=(m, n, k), dtype=torch.float32, sizes=None, group=group, ghosts=ghosts,
+            choice=usual, x=torch.ones(m // 4 if op == "ag_gemm" else m, k), weight=torch.ones(n, k), out=out,
+            gathered=torch.ones(m, k), ghost_rows=torch.ones(m, k), partials=[torch.ones(m // 4, n)] * 4,
+        )  # fmt: skip
+        called: list[dict[str, Any]] = []
+        monkeypatch.setattr(ghost_contenders, "turn", lambda group, plan: SimpleNamespace(plan=plan))
+        monkeypatch.setattr(ops, op, lambda x, weight, called=called, **named: called.append(named))
+        multiplied: list[int] = []
+        monkeypatch.setattr(torch, "mm", lambda a, b, out, seen=multiplied: seen.append(len(a)))
+        task.caller(strategy, config)()
+        monkeypatch.undo()
+        asked = {"group": group, "sizes": None, "strategy": strategy, "config": config, "out": out}
+        assert called == [asked] and called[0]["out"] is out
+        (start, (kind_of_play, plan, detail), join) = ghosts.played
+        assert plan == plan_of_op(monkeypatch, op, task, asked)
+        assert kind_of_play == ("gather" if op == "ag_gemm" else "scatter")
+        assert detail is (task.ghost_rows if op == "ag_gemm" else strategy == "fused")
+        # 750 rows in chunks of 256 are two whole ones and a rest: the library has loaded both before anything waits.
+        chunks = ([750] if config.num_chunks == 1 else [238, 256]) if (op, strategy) == ("ag_gemm", "pipelined") else []
+        assert multiplied == chunks and len(synchronized) == bool(chunks)
+
+
+def test_a_way_without_overlap_is_the_baseline() -> None:
+    task = bare(GhostGather, 0, 8, 4, sizes=None, out=torch.empty(0), choice=SimpleNamespace(config=GemmConfig()))
+    assert task.caller("sequential", GemmConfig(64)) == task.sequential
+    assert task.checker("sequential") == task.check and task.checker("fused") == task.check_ours
+
+
+@pytest.mark.parametrize("kind", [GhostGather, GhostScatter])
+def test_what_an_earlier_call_has_sent_does_not_pass_for_the_next_ones(kind: type[GhostTask]) -> None:
+    sent = [torch.zeros(10, 3) for _ in range(3)]
+    here = SimpleNamespace(rows_at=lambda peer, *rest: sent[peer], slot=lambda peer, *rest: sent[peer])
+    task = bare(kind, 1, 10, 3, here=None, epoch=0, dtype=torch.float32, shape=(10, 3, 3), out=torch.zeros(3, 3))
+    task.poison()
+    assert task.out.isnan().all() and not any(each.isnan().any() for each in sent)
+    task.here = here
+    task.poison()
+    rows = {GhostGather: slice(4, 7), GhostScatter: None}[kind]
+    for peer, each in enumerate(sent):
+        poisoned = each.isnan().any(1).nonzero().flatten().tolist()
+        place = rows or slice(0, task.rows[peer])
+        assert poisoned == ([] if peer == 1 else list(range(place.start, place.stop)))
 
 
 def bare(kind: type[GhostTask], rank: int, num_rows: int, world_size: int, **tensors: object) -> Any:
@@ -148,7 +258,7 @@ def _repeat(rank: int, world_size: int) -> None:
     with ghost_group(WORLD, timeout_s=5) as group:
         for case in CASES:
             suite = bench.make_suite(group, case)
-            assert bench._check(group, suite) == ""
+            assert bench.check_suite(group, suite) == ""
             ours = [each for each in suite.contenders if each.name in ("ours fused", "ours pipelined")]
             for call in range(20):
                 suite.poison()

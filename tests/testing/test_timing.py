@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 
+from tileflux.perf.figures import summarize
 from tileflux.testing import timing
-from tileflux.testing.timing import HEAD_START_S, Stopwatch, head_start, time_rounds
+from tileflux.testing.timing import HEAD_START_S, Stopwatch, head_start, median_error, time_rounds
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -168,3 +169,25 @@ def test_a_pause_of_the_stream_is_what_the_stopwatch_reads() -> None:
     readings = [watch.seconds(call) for _ in range(4)]
     assert readings[0] >= 0.025, "nothing was known of the host's pause"
     assert 0.01 <= min(readings[1:]) < readings[0]
+
+
+def test_the_error_of_a_median_is_what_medians_differ_by() -> None:
+    """Of 2000 medians of 40 normal times each, the deviation is as each one's own rounds say."""
+    generator = torch.Generator().manual_seed(11)
+    times = 1 + 0.05 * torch.randn(2000, 40, generator=generator)
+    spreads = [summarize("", [row]).spread for row in times.tolist()]
+    said = sum(median_error(spread, 40) for spread in spreads) / len(spreads)
+    assert said == pytest.approx(float(times.quantile(0.5, dim=1).std()), rel=0.1)
+
+
+def test_rounds_end_when_it_is_enough() -> None:
+    script = Script()
+    seen: list[int] = []
+
+    def is_enough(seconds: Mapping[str, list[float]]) -> bool:
+        seen.append(len(seconds["a"]))
+        return len(seconds["a"]) == 3
+
+    calls = {name: lambda name=name: script.log.append(name) for name in "ab"}
+    assert time_rounds(script, calls, 9, num_warmups=1, is_enough=is_enough)["a"] == [3.0, 6.0, 7.0]
+    assert seen == [1, 2, 3]

@@ -17,6 +17,8 @@ from tileflux.config import GemmConfig
 from tileflux.symm.group import Group
 from tileflux.testing import run_ranks, tuning
 from tileflux.testing.bench import BenchCase
+from tileflux.testing.ghost import ghost_group
+from tileflux.testing.ghost_contenders import GhostTask
 from tileflux.testing.tuning import Tuned, tune
 from tileflux.tune import store
 from tileflux.tune.search import Candidate, candidates
@@ -35,7 +37,7 @@ def test_ranks_come_to_the_same_winner(tmp_path: Path) -> None:
     """With three ranks none of the sizes divides."""
     cases = [make_case(op) for op in ("ag_gemm", "gemm_rs", "gemm_ar")] + [make_case("gemm_rs", m=8, dtype="bfloat16")]
     ticks = tmp_path / "ticks"
-    found = run_ranks(tune, 3, args=(cases, 0.2, ticks))
+    found = run_ranks(tune, 3, args=(cases, 0.2, 2, ticks))
     assert found[1] == found[2] == found[0]
     for case, tuned in zip(cases, found[0], strict=True):
         problem, outcome = tuned.problem, tuned.outcome
@@ -51,7 +53,7 @@ def test_ranks_come_to_the_same_winner(tmp_path: Path) -> None:
 
 
 def _alone(group: Group, case: BenchCase) -> Tuned:
-    return tune(group, [case], 0.0, None)[0]
+    return tune(group, [case], 0.0, 2, None)[0]
 
 
 def test_a_plain_product_is_tuned_too() -> None:
@@ -72,7 +74,7 @@ def _with_broken(group: Group, op: str, strategies: tuple[str, ...], how: str) -
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, op, wrong)
-        return tune(group, [make_case(op)], 60.0 if how == "nothing" else 0.0, None)[0]
+        return tune(group, [make_case(op)], 60.0 if how == "nothing" else 0.0, 2, None)[0]
 
 
 @pytest.mark.parametrize(("op", "how"), [("ag_gemm", "left out"), ("gemm_rs", "added"), ("gemm_ar", "added")])
@@ -102,7 +104,7 @@ def _recorded(group: Group, op: str) -> tuple[Tuned, list[Candidate]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, op, record)
-        return tune(group, [make_case(op)], 60.0, None)[0], called
+        return tune(group, [make_case(op)], 60.0, 2, None)[0], called
 
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_ar"])
@@ -159,3 +161,113 @@ def test_what_auto_took_before_is_what_was_measured_before(tmp_path: Path) -> No
         (second, _) = run_ranks(_alone, 2, args=(make_case("gemm_rs"),))
     assert second.before == Candidate("sequential", "", config)
     assert second.outcome is not None and second.before in second.outcome.seconds
+
+
+class Played(GhostTask):
+    """A ghost world's task on the CPU: a product, whatever way is asked for; one way sends nothing to the ghosts."""
+
+    def __init__(self, group: object, op: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+        m, n, k = shape
+        self.op, self.shape, self.asked = op, shape, list[tuple[str, GemmConfig | None]]()
+        self.x, self.weight, self.out = torch.randn(m, k), torch.randn(n, k), torch.empty(m, n)
+        self.expected, self.here = self.x @ self.weight.t(), None
+        self.choice = SimpleNamespace(strategy="fused", config=GemmConfig())  # type: ignore[assignment]
+        self.sizes, self.last = None, ""
+
+    def sequential(self) -> None:
+        torch.mm(self.x, self.weight.t(), out=self.out)
+
+    def play(self, strategy: str, config: GemmConfig, asked: dict[str, Any]) -> Any:
+        self.asked.append((asked["strategy"], asked["config"]))
+
+        def call() -> None:
+            self.sequential()
+            self.last = strategy
+
+        return call
+
+    def check_departed(self) -> None:
+        assert self.last != "pipelined", "nothing has left"
+
+    multiply = copies = pipelined = departed = check_departed  # type: ignore[assignment]
+
+
+def test_among_ghosts_every_way_is_tried_against_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Played] = []
+
+    def make(*arguments: Any) -> Played:
+        made.append(Played(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(tuning, "ghost_task", make)
+    traits = SimpleNamespace(links=("self", *["PCIe"] * 7), num_sms=132)
+    group = SimpleNamespace(
+        transport="ghost", rank=0, world_size=8, device=torch.device("cpu"), traits=traits,
+        synchronize=lambda: None, barrier=lambda: None,
+    )  # fmt: skip
+    (found,) = tune(group, [make_case("ag_gemm", 256, 64, 32)], 60.0, 2, None)  # type: ignore[arg-type]
+    # As a group of eight whose GPUs are joined by PCIe asks.
+    problem = found.problem
+    assert (problem.link, problem.world_size, problem.m, problem.n, problem.k) == ("PCIe", 8, 256, 8, 32)
+    assert found.outcome is not None and set(found.outcome.best()) == {"sequential", "fused"}
+    assert all(text.startswith("pipelined: nothing has left") for text in found.wrong) and found.wrong
+    tried = {(each.strategy, each.config) for each in candidates(problem) if each.strategy != "sequential"}
+    assert set(made[0].asked) >= tried
+
+
+class Noted:
+    """In the place of compilers: what each process of a rank is asked to compile, and for how long."""
+
+    made: list[Noted] = []
+
+    def __init__(self, num_processes: int) -> None:
+        self.num_processes, self.is_closed = num_processes, False
+        self.asked: list[tuple[list[object], float]] = []
+        Noted.made.append(self)
+
+    def __enter__(self) -> Noted:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.is_closed = True
+
+    def compile(self, wanted: list[object], limit_s: float) -> int:
+        self.asked.append((wanted, limit_s))
+        return len(wanted)
+
+
+def _compiled_ahead(group: Group, op: str) -> tuple[int, list[tuple[list[object], float]], int]:
+    """Candidates stand for what they launch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "Compilers", Noted)
+        patch.setattr(tuning, "variants", lambda problem, tried, group: list(dict.fromkeys(tried)))
+        (found,) = tune(group, [make_case(op)], 60.0, 7, None)
+        (made,) = Noted.made
+        assert made.is_closed and found.outcome is not None
+        return made.num_processes, made.asked, len(candidates(found.problem))
+
+
+def test_ranks_compile_ahead_each_its_part() -> None:
+    ranks = run_ranks(_compiled_ahead, 2, args=("ag_gemm",))
+    assert [num_processes for num_processes, _, _ in ranks] == [3, 3], "of seven for both"
+    (_, first, num_candidates), (_, second, _) = ranks
+    assert len(first) == len(second) >= 2, "all that is tried, then what the best are refined with"
+    assert all(limit_s == 30.0 for _, limit_s in (*first, *second))
+    assert len(first[0][0]) + len(second[0][0]) == num_candidates and not set(first[0][0]) & set(second[0][0])
+    assert all(abs(len(one) - len(other)) <= 1 for (one, _), (other, _) in zip(first, second, strict=True))
+
+
+def _tune_among_ghosts(rank: int, world_size: int, cases: list[BenchCase]) -> list[Tuned]:
+    with ghost_group(4, timeout_s=10) as group:
+        return tune(group, cases, 8.0, 16, None)
+
+
+@pytest.mark.gpu
+def test_among_ghosts_on_a_gpu() -> None:
+    cases = [make_case(op, 2048, 1024, 1024, "bfloat16") for op in ("ag_gemm", "gemm_rs")]
+    (found,) = run_ranks(
+        _tune_among_ghosts, 1, args=(cases,), where="spawn", device="cuda:0", make_group=False, timeout_s=150
+    )
+    for tuned in found:
+        assert tuned.wrong == () and tuned.outcome is not None and tuned.problem.link == "PCIe"
+        assert set(tuned.outcome.best()) == {"sequential", "pipelined", "fused"}

@@ -14,16 +14,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tileflux.perf.figures import BASELINES, OURS, CaseResult, Duel, Timing, judge, summarize
+from tileflux.perf.figures import BASELINES, OURS, CaseResult, Duel, Timing, Verdict, judge, summarize
 from tileflux.testing.bench import BenchCase, RankTimes
+from tileflux.testing.timing import MAX_ROUNDS, STEADY, median_error
 
-__all__ = ["Measured", "Session", "as_csv", "as_json", "labels", "merge", "sentence", "show"]
+__all__ = ["Measured", "Session", "as_csv", "as_json", "count_rounds", "labels", "merge", "sentence", "show"]
 
 _PARTS = ("gemm", "comm", "beside")
 _SHORT = {"sequential": "seq.", "pipelined": "pipe.", "torch": "torch"}
 _MAX_LOSSES = 3
+_MAX_UNSTEADY = 4
 _LEGEND = (
-    "total: median over rounds of the slowest rank. over: how many times as quick. spread: half the distance between "
+    "total: median over {} of the slowest rank. over: how many times as quick. spread: half the distance between "
     "the quartiles of the rounds."
 )
 _LEGEND_OF_OVERLAP = (
@@ -42,6 +44,19 @@ class Measured:
     problems: tuple[str, ...]
     rounds: Mapping[str, list[list[float]]]
     """Seconds by name, then by rank, then by round."""
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that were timed."""
+        return len(next(iter(self.rounds.values()))[0]) if self.rounds else 0
+
+    @property
+    def unsteady(self) -> list[tuple[str, float]]:
+        """Contenders whose median is not known well enough although there were as many rounds as there may be."""
+        if self.result is None or self.case.num_rounds is not None:
+            return []
+        errors = {each.name: median_error(each.spread, self.num_rounds) for each in self.result.contenders}
+        return [(name, error) for name, error in errors.items() if error >= STEADY]
 
 
 @dataclass(frozen=True)
@@ -110,8 +125,10 @@ def show(console: Console, measured: Sequence[Measured]) -> None:
     console.print()
     results = {name: each.result for name, each in zip(names, measured, strict=True) if each.result is not None}
     moves = any(result.comm is not None for result in results.values())
-    legend = [_LEGEND + (_LEGEND_OF_OVERLAP if moves else "")] if results else []
-    for note in [*_skipped_notes(results), *_auto_notes(results), *legend]:
+    rounds = count_rounds([each.num_rounds for each in measured if each.result is not None])
+    legend = [_LEGEND.format(rounds) + (_LEGEND_OF_OVERLAP if moves else "")] if results else []
+    unsteady = _unsteady_notes(dict(zip(names, measured, strict=True)))
+    for note in [*_skipped_notes(results), *_auto_notes(results), *unsteady, *legend]:
         console.print(escape(note), style="dim", width=min(80, console.width))
 
 
@@ -155,6 +172,22 @@ def _skipped_notes(results: Mapping[str, CaseResult]) -> list[str]:
     ]
 
 
+def count_rounds(numbers: Sequence[int]) -> str:
+    """``20 rounds``, or ``20 to 45 rounds`` where shapes differ."""
+    low, high = min(numbers, default=0), max(numbers, default=0)
+    return f"{low} to {high} rounds" if low < high else f"{high} round{'' if high == 1 else 's'}"
+
+
+def _unsteady_notes(measured: Mapping[str, Measured]) -> list[str]:
+    found = [(error, name, label) for label, each in measured.items() for name, error in each.unsteady]
+    if not found:
+        return []
+    worst = [f"{name} at {label} ({_percent(error)})" for error, name, label in sorted(found, reverse=True)]
+    more = f", and {len(worst) - _MAX_UNSTEADY} more" if len(worst) > _MAX_UNSTEADY else ""
+    said = f"Medians not known to {100 * STEADY:g} % after {MAX_ROUNDS} rounds, by their standard error"
+    return [f"{said}: {', '.join(worst[:_MAX_UNSTEADY])}{more}."]
+
+
 def _auto_notes(results: Mapping[str, CaseResult]) -> list[str]:
     """Shapes at which ``auto`` chose worse than it could have, by more than rounds differ."""
     notes = []
@@ -181,6 +214,9 @@ def sentence(results: Sequence[CaseResult]) -> str:
         return "Nothing of ours was timed, so there is nothing to compare."
     if len(verdict.duels) == 1:
         return _one_shape(verdict.duels[0])
+    names = dict(zip([id(each) for each in results], labels(results), strict=True))
+    if all(each.op == "gemm" for each in results):
+        return _products(verdict, names)
     won, level, lost = (
         [duel for duel in verdict.duels if getattr(duel, kind)] for kind in ("is_won", "is_level", "is_lost")
     )
@@ -192,8 +228,22 @@ def sentence(results: Sequence[CaseResult]) -> str:
     text += f"; {statistics.geometric_mean(speedups):.2f}x over {baseline} in the geometric mean"
     text += f" ({min(speedups):.2f} to {max(speedups):.2f})"
     if lost:
-        text += f"; loses {_losses(lost, dict(zip([id(each) for each in results], labels(results), strict=True)))}"
+        text += f"; loses {_losses(lost, names)}"
     return text + "."
+
+
+def _products(verdict: Verdict, names: Mapping[int, str]) -> str:
+    """Of plain products: the library's time over ours, in the mean, where it is worst and where it is best."""
+    duels = sorted(verdict.duels, key=lambda duel: duel.speedup)
+    mean = statistics.geometric_mean(duel.speedup for duel in duels)
+    worst, best = (f"{duel.speedup:.2f}x at {names[id(duel.case)]}" for duel in (duels[0], duels[-1]))
+    kinds = {"wins": "is_won", "is level at": "is_level", "loses": "is_lost"}
+    counts = {word: sum(getattr(duel, kind) for duel in duels) for word, kind in kinds.items()}
+    told = ", ".join(f"{word} {count}" for word, count in counts.items() if count)
+    return (
+        f"{verdict.name} is {mean:.2f}x as quick as torch.mm in the geometric mean of {len(duels)} shapes, "
+        f"from {worst} to {best}; it {told}."
+    )
 
 
 def _losses(lost: Sequence[Duel], names: Mapping[int, str]) -> str:
@@ -241,6 +291,7 @@ def _case_json(each: Measured) -> dict[str, Any]:
     parts = {name: getattr(result, name) for name in _PARTS}
     return {
         **case,
+        "num_rounds": each.num_rounds,
         "problems": [],
         "world_size": result.world_size,
         "auto": result.auto,
@@ -288,6 +339,7 @@ def as_csv(session: Session, measured: Sequence[Measured]) -> str:
                         **{name: None if part is None else part.seconds for name, part in parts.items()},
                         "limit": result.limit,
                         **_derived(result, timing),
+                        "num_rounds": each.num_rounds,
                     }
                 )
     text = io.StringIO()

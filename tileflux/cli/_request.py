@@ -81,13 +81,16 @@ class Options:
     where: BenchPlace
     dtype: Dtype | None
     sweep: Sequence[str]
-    iters: int
+    iters: int | None
+    """None: until medians are steady."""
     strategy: Sequence[Strategy]
     shapes: ShapeSet | None
     link: str | None
     json: Path | None
     csv: Path | None
     plot: Path | None
+    host: bool = False
+    """Whether the host's part of a call is timed, instead of the call."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,10 @@ class Request:
         env.timeout_s(), env.check(), env.transport(), env.link()
         _check_outputs(options)
         world = _choose(options)
+        if options.host and world.where == "virtual" and world.size > 1:
+            raise ValueError(
+                "--host: virtual ranks hold each other's host, in one process; use --where mps, ghost or cpu"
+            )
         dtype = options.dtype or (Dtype.BFLOAT16 if world.on_gpu else Dtype.FLOAT32)
         strategies = _strategies(options)
         cases = [BenchCase(options.op.value, *size, dtype.value, strategies, options.iters) for size in _sizes(options)]
@@ -117,11 +124,13 @@ class Request:
         """The call with everything that decides what is measured written out, defaults too."""
         options, dtype = self.options, self.cases[0].dtype
         words = ["tileflux", "bench", options.op, *(str(size) for size in options.sizes if size is not None)]
-        words += ["--where", options.where, "--dtype", dtype, "--iters", str(options.iters)]
+        words += ["--where", options.where, "--dtype", dtype]
+        words += [] if options.iters is None else ["--iters", str(options.iters)]
         words += [] if self.world.where == "torchrun" or options.op is Op.GEMM else ["--world", str(self.world.size)]
         for option, values in (("--sweep", options.sweep), ("--strategy", options.strategy)):
             words += [word for value in values for word in (option, value)]
         words += ["--shapes", options.shapes] if options.shapes else []
+        words += ["--host"] if options.host else []
         words += ["--link", str(self.link)] if self.link is not None and self.world.where == "fork" else []
         return shlex.join(words)
 
@@ -130,6 +139,8 @@ def _check_outputs(options: Options) -> None:
     plot = options.plot
     if options.json == options.csv == STDOUT:
         raise ValueError("--json - and --csv - would both be on standard output; give one of them a file")
+    if plot is not None and options.host:
+        raise ValueError("--plot draws what calls take, not what their host does; leave one of --plot and --host out")
     if plot is not None and plot.suffix not in PLOT_SUFFIXES:
         raise ValueError(f"--plot {plot} should end in {', '.join(PLOT_SUFFIXES)}")
     if plot is not None and not can_plot():

@@ -6,12 +6,14 @@ import enum
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 from tileflux import env
+from tileflux.cli._console import fail
 from tileflux.errors import RankFailed, TilefluxError, TransportUnavailable
 from tileflux.symm.group import Group
 from tileflux.testing.ranks import Where, run_ranks
@@ -21,6 +23,7 @@ __all__ = [
     "BenchPlace",
     "Place",
     "World",
+    "attempt",
     "choose",
     "choose_for_bench",
     "cpu_processes",
@@ -30,12 +33,15 @@ __all__ = [
     "is_unavailable",
     "mps_processes",
     "num_gpus",
+    "reason",
     "run",
     "run_here",
     "shared_gpu_processes",
     "torchrun_world",
     "virtual_ranks",
 ]
+
+Result = TypeVar("Result")
 
 MPS_CONTROL = "nvidia-cuda-mps-control"
 _GRACE_S = 10.0  # by which a process outlasts the virtual ranks in it, whose error says more
@@ -247,6 +253,33 @@ def _run_virtual(
         if error.cause is not None:
             raise error.cause from None
         raise TilefluxError(str(error).partition("\n")[0]) from None
+
+
+def attempt(
+    command: str, console: Console, world: World, work: Callable[[World], Result], *, may_fall_back: bool
+) -> tuple[World, Result]:
+    """``work(world)``, and its world: virtual ranks instead, where MPS was nobody's wish and turns out not to work.
+
+    Leaves with status 1 and a line that says why, if ranks fail; with a traceback for what is not understood.
+    """
+    try:
+        return world, work(world)
+    except TilefluxError as error:
+        if not (may_fall_back and world.where == "mps" and is_unavailable(error)):
+            fail(command, reason(error), 1)
+        console.print(f"MPS does not work here: {explain(error)[0]}", soft_wrap=True)
+    return attempt(command, console, virtual_ranks(world.size, world.device), work, may_fall_back=False)
+
+
+def reason(error: TilefluxError) -> str:
+    """One line for what is understood, a rank's traceback for the rest."""
+    what, fix = explain(error)
+    cause = error.cause if isinstance(error, RankFailed) else None
+    # Too large a shape is nobody's defect. On the CPU torch has no type of its own for it.
+    is_too_large = isinstance(cause, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(cause)
+    if isinstance(cause, TilefluxError | None) or is_too_large:
+        return f"{what}; to fix: {fix}" if fix else what
+    return str(error)
 
 
 def is_unavailable(error: TilefluxError) -> bool:

@@ -22,24 +22,18 @@ from rich.console import Console
 
 import tileflux
 from tileflux import env
+from tileflux.cli import _host
 from tileflux.cli._console import Progress, fail, make_console
 from tileflux.cli._machine import inspect_machine
 from tileflux.cli._plot import plot as draw
-from tileflux.cli._report import Measured, Session, as_csv, as_json, merge, sentence, show
+from tileflux.cli._report import Measured, Session, as_csv, as_json, count_rounds, merge, sentence, show
 from tileflux.cli._request import GHOST_WORLD, STDOUT, WORLD, Dtype, Op, Options, Request, ShapeSet, Strategy
-from tileflux.cli._worlds import (
-    BenchPlace,
-    World,
-    explain,
-    is_unavailable,
-    run,
-    run_here,
-    torchrun_world,
-    virtual_ranks,
-)
-from tileflux.errors import RankFailed, TilefluxError
+from tileflux.cli._worlds import BenchPlace, World, attempt, reason, run, run_here, torchrun_world
+from tileflux.errors import TilefluxError
 from tileflux.symm.group import Group
-from tileflux.testing.bench import RankTimes, measure
+from tileflux.testing.bench import measure
+from tileflux.testing.host import NUM_BATCHES, HostTimes, measure_host
+from tileflux.testing.timing import MAX_ROUNDS, MIN_ROUNDS, STEADY
 
 __all__ = ["bench"]
 
@@ -66,11 +60,22 @@ _Sweep = Annotated[
     list[str] | None,
     typer.Option("--sweep", metavar="AXIS=SIZES", help="m=512:8192, doubling, or m=512,4096. Also n and k."),
 ]
-_Iters = Annotated[int, typer.Option("--iters", min=1, help="Timed rounds; in each, everything runs once.")]
+_Iters = Annotated[
+    int | None,
+    typer.Option(
+        "--iters",
+        min=1,
+        help=f"Timed rounds; in each, everything runs once. Default: {MIN_ROUNDS} to {MAX_ROUNDS}, until medians are "
+        f"known to {100 * STEADY:g} %.",
+    ),
+]
 _Strategy = Annotated[list[Strategy] | None, typer.Option("--strategy", help="Which of ours; all, if none is named.")]
 _Shapes = Annotated[ShapeSet | None, typer.Option("--shapes", help="Layers of known models instead of M N K.")]
 _LinkText = Annotated[
     str | None, typer.Option("--link", metavar="RATE,LATENCY", help="Emulated between CPU processes: 2GB/s,20us.")
+]
+_Host = Annotated[
+    bool, typer.Option("--host", help="Instead: how long calls of ours hold the host, and what of that launches are.")
 ]
 _Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything, raw rounds too; - prints it.")]
 _Csv = Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="A line per contender; - prints it.")]
@@ -86,10 +91,11 @@ def bench(
     where: _Where = BenchPlace.AUTO,
     dtype: _Dtype = None,
     sweep: _Sweep = None,
-    iters: _Iters = 20,
+    iters: _Iters = None,
     strategy: _Strategy = None,
     shapes: _Shapes = None,
     link: _LinkText = None,
+    host: _Host = False,
     json: _Json = None,
     csv: _Csv = None,
     plot: _Plot = None,
@@ -105,10 +111,12 @@ def bench(
       tileflux bench gemm_rs 4096 8192 28672 --sweep m=512:8192
       tileflux bench gemm_ar --shapes decode --csv decode.csv
       tileflux bench ag_gemm 256 512 512 --where cpu --link 1GB/s,50us
+      tileflux bench ag_gemm 512 49152 12288 --where mps --host
       torchrun --nproc-per-node 8 -m tileflux bench gemm_rs --shapes flux
     """
     options = Options(
-        op, (m, n, k), world, where, dtype, sweep or (), iters, strategy or (), shapes, link, json, csv, plot
+        op, (m, n, k), world, where, dtype, sweep or (), iters, strategy or (), shapes, link, json, csv, plot,
+        host,
     )  # fmt: skip
     try:
         request = Request.check(options)
@@ -116,49 +124,57 @@ def bench(
         if where in ("auto", "torchrun") and env.torchrun_present() and env.local_rank() != 0:
             raise typer.Exit(2) from None  # one of its processes says it for all
         fail("bench", str(error), 2)
-    _finish(request, *_measure(request))
+    console, found, ranks = _measure(request)
+    if host:
+        _finish_host(request, console, found, ranks)
+    else:
+        _finish(request, console, found, merge(request.cases, found.size, ranks))
 
 
-def _measure(request: Request) -> tuple[Console, World, list[Measured]]:
+def _measure(request: Request) -> tuple[Console, World, list[Any]]:
     """Run the ranks. Processes of torchrun other than its rank 0 leave from here."""
     is_piped = STDOUT in (request.options.json, request.options.csv)
     console = Console(stderr=True, highlight=False) if is_piped else make_console()
     if request.world.where == "torchrun":
         world, ranks = _join(console, request)
     else:
-        world, ranks = _start(console, request, request.world)
-    return console, world, merge(request.cases, world.size, ranks)
+        may_fall_back = request.options.where is BenchPlace.AUTO and not request.options.host
+        world, ranks = attempt(
+            "bench", console, request.world, lambda world: _start(console, request, world), may_fall_back=may_fall_back
+        )
+    return console, world, ranks
 
 
-def _start(console: Console, request: Request, world: World) -> tuple[World, list[list[RankTimes]]]:
-    """The ranks' times, and their world: virtual ranks instead, where ``auto`` took MPS and that does not work."""
+def _function(request: Request) -> Callable[..., list[Any]]:
+    """What ranks do."""
+    return measure_host if request.options.host else measure
+
+
+def _start(console: Console, request: Request, world: World) -> list[Any]:
+    """The ranks' times."""
     _announce(console, request, world)
     changes = {"TILEFLUX_LINK": str(request.link)} if request.link is not None else {}
-    try:
-        with env.scoped(changes):
-            return world, _watched(
-                console, request, lambda ticks: run(world, measure, (request.cases, ticks), timeout_s=_TIMEOUT_S)
-            )
-    except TilefluxError as error:
-        if not (request.options.where is BenchPlace.AUTO and world.where == "mps" and is_unavailable(error)):
-            fail("bench", _reason(error), 1)
-        console.print(f"MPS does not work here: {explain(error)[0]}", soft_wrap=True)
-    return _start(console, request, virtual_ranks(world.size, world.device))
+    with env.scoped(changes):
+        return _watched(
+            console, request, lambda ticks: run(world, _function(request), (request.cases, ticks), timeout_s=_TIMEOUT_S)
+        )
 
 
-def _join(console: Console, request: Request) -> tuple[World, list[list[RankTimes]]]:
+def _join(console: Console, request: Request) -> tuple[World, list[Any]]:
     """The same as one of a launcher's processes."""
     try:
         with Group.from_env() as group:
             world = torchrun_world(group.world_size)
             if group.rank == 0:
                 _announce(console, request, world)
-                ranks = _watched(console, request, lambda ticks: run_here(group, measure, (request.cases, ticks)))
+                ranks = _watched(
+                    console, request, lambda ticks: run_here(group, _function(request), (request.cases, ticks))
+                )
             else:
-                ranks = run_here(group, measure, (request.cases, None))
+                ranks = run_here(group, _function(request), (request.cases, None))
             is_first = group.rank == 0
     except TilefluxError as error:
-        fail("bench", _reason(error), 1)
+        fail("bench", reason(error), 1)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -167,38 +183,35 @@ def _join(console: Console, request: Request) -> tuple[World, list[list[RankTime
     return world, ranks
 
 
-def _reason(error: TilefluxError) -> str:
-    """One line for what is understood, a rank's traceback for the rest."""
-    what, fix = explain(error)
-    cause = error.cause if isinstance(error, RankFailed) else None
-    # Too large a shape is nobody's defect. On the CPU torch has no type of its own for it.
-    is_too_large = isinstance(cause, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(cause)
-    if isinstance(cause, TilefluxError | None) or is_too_large:
-        return f"{what}; to fix: {fix}" if fix else what
-    return str(error)
-
-
 def _announce(console: Console, request: Request, world: World) -> None:
     case = request.cases[0]
     link = f", link {request.link}" if request.link is not None else ""
-    how = f"{world.text}{link}, {case.dtype}, {case.num_rounds} round{'s' if case.num_rounds > 1 else ''}"
+    rounds = count_rounds([case.num_rounds] if case.num_rounds else [MIN_ROUNDS, MAX_ROUNDS])
+    if request.options.host:
+        rounds = f"host time, {case.num_rounds or NUM_BATCHES} batches of calls"
+    how = f"{world.text}{link}, {case.dtype}, {rounds}"
     console.print(f"tileflux {tileflux.__version__} bench {case.op}: {how}", soft_wrap=True)
 
 
 def _watched(console: Console, request: Request, work: Callable[[Path | None], list[Any]]) -> list[Any]:
     """``work`` with a file to tick in, and on a terminal a line that says how far it is."""
     num_rounds, num_cases = request.cases[0].num_rounds, len(request.cases)
+    if request.options.host:
+        num_rounds = num_rounds or NUM_BATCHES
     with contextlib.ExitStack() as stack:
         ticks = None
         if console.is_terminal:
             ticks = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tileflux-bench-")), "ticks")
 
         def describe() -> str:
-            done = ticks.stat().st_size if ticks is not None and ticks.exists() else 0
-            if done == 0:
+            text = ticks.read_text() if ticks is not None and ticks.exists() else ""
+            if not text:
                 return "starting ranks and checking results"
-            shape = min(done // num_rounds, num_cases - 1) + 1
-            return f"timing shape {shape} of {num_cases}: {100 * done / (num_rounds * num_cases):.0f} % of all rounds"
+            *done, now = text.split("\n")
+            shape = f"timing shape {min(len(done), num_cases - 1) + 1} of {num_cases}"
+            if num_rounds is None:
+                return f"{shape}: round {len(now or done[-1])}"
+            return f"{shape}: {100 * text.count('.') / (num_rounds * num_cases):.0f} % of all rounds"
 
         with Progress(console, describe):
             return work(ticks)
@@ -207,7 +220,7 @@ def _watched(console: Console, request: Request, work: Callable[[Path | None], l
 def _finish(request: Request, console: Console, world: World, measured: Sequence[Measured]) -> None:
     """Print, write, and leave with the right status."""
     show(console, measured)
-    device = torch.cuda.get_device_name(0) if world.on_gpu else _cpu_name()
+    device = _device(world)
     notes = [f"{world.text} on {device}."]
     if not world.on_gpu:
         notes += ["Times of CPU ranks do not tell which strategy is quicker on a GPU."]
@@ -218,25 +231,52 @@ def _finish(request: Request, console: Console, world: World, measured: Sequence
     results = [each.result for each in measured if each.result is not None]
     if results:
         console.print(f"[bold]{sentence(results)}[/]", soft_wrap=True)
-    _write_all(request, world, device, measured)
+    _write_all(request, world, measured)
     wrong = len(measured) - len(results)
     if wrong:
         console.print(f"[bold red]{wrong} of {len(measured)} shapes gave a wrong result.[/]")
         raise typer.Exit(1)
 
 
-def _write_all(request: Request, world: World, device: str, measured: Sequence[Measured]) -> None:
-    options = request.options
-    session = Session(
+def _finish_host(request: Request, console: Console, world: World, ranks: Sequence[Sequence[HostTimes]]) -> None:
+    """The same of the host's times."""
+    found, session, options = _host.merge(request.cases, ranks), _session(request, world), request.options
+    _host.show(console, found, world.on_gpu)
+    host = f", its host {_cpu_name()}" if world.on_gpu else ""
+    console.print(f"{world.text} on {session.device}{host}.", style="dim", width=min(80, console.width))
+    console.print()
+    console.print(f"[bold]{_host.sentence(found)}[/]", soft_wrap=True)
+    try:
+        if options.json is not None:
+            _write(options.json, json_module.dumps(_host.as_json(session, found), indent=2) + "\n")
+        if options.csv is not None:
+            _write(options.csv, _host.as_csv(session, found))
+    except OSError as error:
+        fail("bench", f"cannot write {error.filename}: {error.strerror}", 1)
+    if wrong := sum(bool(each.problems) for each in found):
+        console.print(f"[bold red]{wrong} of {len(found)} shapes gave a wrong result.[/]")
+        raise typer.Exit(1)
+
+
+def _device(world: World) -> str:
+    return torch.cuda.get_device_name(0) if world.on_gpu else _cpu_name()
+
+
+def _session(request: Request, world: World) -> Session:
+    return Session(
         command=request.command,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         where=_WHERE.get(world.where, world.where),
         world=world.text,
         world_size=world.size,
-        device=device,
+        device=_device(world),
         link="" if request.link is None else str(request.link),
         versions=inspect_machine().versions,
     )
+
+
+def _write_all(request: Request, world: World, measured: Sequence[Measured]) -> None:
+    options, session = request.options, _session(request, world)
     results = [each.result for each in measured if each.result is not None]
     try:
         if options.json is not None:
@@ -245,7 +285,7 @@ def _write_all(request: Request, world: World, device: str, measured: Sequence[M
             _write(options.csv, as_csv(session, measured))
         if options.plot is not None and results:
             link = f", link {session.link}" if session.link else ""
-            draw(results, f"{world.text}{link}, {device}", options.plot)
+            draw(results, f"{world.text}{link}, {session.device}", options.plot)
     except OSError as error:
         fail("bench", f"cannot write {error.filename}: {error.strerror}", 1)
 

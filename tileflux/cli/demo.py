@@ -20,9 +20,9 @@ import tileflux
 from tileflux import env
 from tileflux.cli._console import Progress, fail, make_console
 from tileflux.cli._measure import DTYPE, RankReport, measure, names, sizes
-from tileflux.cli._worlds import Place, World, choose, cpu_processes, explain, is_unavailable, run, virtual_ranks
+from tileflux.cli._worlds import Place, World, attempt, choose, cpu_processes, run
 from tileflux.cli.profile import record
-from tileflux.errors import RankFailed, TilefluxError
+from tileflux.errors import TilefluxError
 from tileflux.testing.bench import BenchCase
 from tileflux.testing.collectives import COLLECTIVES
 
@@ -79,7 +79,8 @@ def demo(
     except ValueError as error:
         fail("demo", str(error), 2)
     start = time.monotonic()
-    chosen, reports = _run(console, chosen, may_fall_back=where is Place.AUTO)
+    may_fall_back = where is Place.AUTO
+    chosen, reports = attempt("demo", console, chosen, lambda world: _run(console, world), may_fall_back=may_fall_back)
     rows = merge(reports)
     _show(console, rows, chosen.on_gpu)
     wrong = sum(1 for row in rows if row.problems)
@@ -127,25 +128,9 @@ def _choose(place: Place, size: int) -> World:
     return world
 
 
-def _run(console: Console, world: World, may_fall_back: bool) -> tuple[World, list[RankReport]]:
-    """The ranks' reports, and the world they are from: virtual ranks instead, where MPS turned out not to work."""
+def _run(console: Console, world: World) -> list[RankReport]:
+    """The ranks' reports."""
     console.print(f"tileflux {tileflux.__version__} demo: {world.text}", soft_wrap=True)
-    try:
-        return world, _run_ranks(console, world)
-    except TilefluxError as error:
-        what, fix = explain(error)
-        if not (may_fall_back and world.where == "mps" and is_unavailable(error)):
-            if fix:
-                what += f"; to fix: {fix}"
-            # A traceback only for what is not understood: a rank's own errors say what happened.
-            if isinstance(error, RankFailed) and not isinstance(error.cause, TilefluxError | None):
-                what = str(error)
-            fail("demo", what, 1)
-        console.print(f"MPS does not work here: {what}", soft_wrap=True)
-    return _run(console, virtual_ranks(world.size, world.device), may_fall_back=False)
-
-
-def _run_ranks(console: Console, world: World) -> list[RankReport]:
     chosen = sizes(world.on_gpu, world.size)
     timed = names(chosen)
     with tempfile.TemporaryDirectory(prefix="tileflux-demo-") as folder:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json as json_module
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,9 +26,8 @@ import tileflux
 from tileflux import env
 from tileflux.cli._console import Progress, fail, make_console
 from tileflux.cli._machine import inspect_machine
-from tileflux.cli._request import STDOUT, WORLD, Dtype, Op, Options, Request, ShapeSet
-from tileflux.cli._worlds import BenchPlace, explain, is_unavailable, run, virtual_ranks
-from tileflux.errors import RankFailed, TilefluxError
+from tileflux.cli._request import GHOST_WORLD, STDOUT, WORLD, Dtype, Op, Options, Request, ShapeSet
+from tileflux.cli._worlds import BenchPlace, World, attempt, run
 from tileflux.testing import tuning
 from tileflux.testing.bench import BenchCase
 from tileflux.testing.tuning import Tuned
@@ -43,12 +43,17 @@ _MAX_RANKS = 64
 _VERSIONS = ("tileflux", "torch", "triton")
 
 _Size = Annotated[int | None, typer.Argument(min=1, show_default=False, help="Of the whole product.")]
-_Where = Annotated[BenchPlace, typer.Option("--where", help="auto, cpu, local or mps: as in the demo.")]
+_Where = Annotated[
+    BenchPlace, typer.Option("--where", help="auto, cpu, local and mps: as in the demo. ghost: as in bench.")
+]
 _Sweep = Annotated[
     list[str] | None,
     typer.Option("--sweep", metavar="AXIS=SIZES", help="m=512:8192, doubling, or m=512,4096. Also n and k."),
 ]
 _Budget = Annotated[float, typer.Option("--budget", min=0.0, metavar="SECONDS", help="For each shape.")]
+_Jobs = Annotated[
+    int | None, typer.Option("--jobs", min=1, metavar="N", help="Processes that compile for GPUs; as many as cores.")
+]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Measure, and keep nothing.")]
 _Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="What was found; - prints it.")]
 
@@ -59,7 +64,8 @@ def tune(
     n: _Size = None,
     k: _Size = None,
     world: Annotated[
-        int | None, typer.Option("--world", min=1, max=_MAX_RANKS, help=f"Number of ranks; {WORLD} if not said.")
+        int | None,
+        typer.Option("--world", min=1, max=_MAX_RANKS, help=f"Number of ranks; {WORLD}, or {GHOST_WORLD} with ghosts."),
     ] = None,
     where: _Where = BenchPlace.AUTO,
     dtype: Annotated[
@@ -70,6 +76,7 @@ def tune(
         ShapeSet | None, typer.Option("--shapes", help="Layers of known models instead of M N K.")
     ] = None,
     budget: _Budget = 60.0,
+    jobs: _Jobs = None,
     dry_run: _DryRun = False,
     json: _Json = None,
 ) -> None:
@@ -92,13 +99,11 @@ def tune(
             raise typer.Exit(2) from None  # one of its processes says it for all
         fail("tune", str(error), 2)
     console = Console(stderr=True, highlight=False) if json == STDOUT else make_console()
-    request, found = _search(console, request, budget)
+    request, found = _search(console, request, budget, len(os.sched_getaffinity(0)) if jobs is None else jobs)
     _finish(console, request, found, dry_run)
 
 
 def _check(options: Options, dry_run: bool) -> Request:
-    if options.where is BenchPlace.GHOST:
-        raise ValueError("ghosts play what auto takes, not every way; use --where mps, local or cpu")
     request = Request.check(options)
     if request.world.where == "torchrun":
         raise ValueError("torchrun's ranks are not tuned; without it, --where auto starts a process for each GPU")
@@ -117,26 +122,23 @@ def _check(options: Options, dry_run: bool) -> Request:
     return request
 
 
-def _search(console: Console, request: Request, budget_s: float) -> tuple[Request, list[Tuned]]:
-    """Run the ranks; as virtual ranks instead, where ``auto`` took MPS and that does not work."""
-    world, case = request.world, request.cases[0]
-    console.print(
-        f"tileflux {tileflux.__version__} tune {case.op}: {world.text}, {case.dtype}, {budget_s:g} s a shape",
-        soft_wrap=True,
-    )
-    try:
-        ranks: list[list[Tuned]] = _watched(
-            console, request.cases,
-            lambda ticks: run(world, tuning.tune, (request.cases, budget_s, ticks), timeout_s=_TIMEOUT_S),
-        )  # fmt: skip
-        return request, [_merge(each) for each in zip(*ranks, strict=True)]
-    except TilefluxError as error:
-        if not (request.options.where is BenchPlace.AUTO and world.where == "mps" and is_unavailable(error)):
-            understood = not isinstance(error, RankFailed) or isinstance(error.cause, TilefluxError | None)
-            fail("tune", explain(error)[0] if understood else str(error), 1)
-        console.print(f"MPS does not work here: {explain(error)[0]}", soft_wrap=True)
-    instead = dataclasses.replace(request, world=virtual_ranks(world.size, world.device))
-    return _search(console, instead, budget_s)
+def _search(console: Console, request: Request, budget_s: float, num_jobs: int) -> tuple[Request, list[Tuned]]:
+    """Run the ranks: what they found, and in which world."""
+    cases = request.cases
+
+    def work(world: World) -> list[list[Tuned]]:
+        how = f"{world.text}, {cases[0].dtype}, {budget_s:g} s a shape"
+        console.print(f"tileflux {tileflux.__version__} tune {cases[0].op}: {how}", soft_wrap=True)
+        return _watched(
+            console,
+            cases,
+            lambda ticks: run(world, tuning.tune, (cases, budget_s, num_jobs, ticks), timeout_s=_TIMEOUT_S),
+        )
+
+    may_fall_back = request.options.where is BenchPlace.AUTO
+    world, ranks = attempt("tune", console, request.world, work, may_fall_back=may_fall_back)
+    found = [_merge(each) for each in zip(*ranks, strict=True)]
+    return dataclasses.replace(request, world=world), found
 
 
 def _merge(found: Sequence[Tuned]) -> Tuned:
@@ -156,7 +158,7 @@ def _watched(console: Console, cases: Sequence[BenchCase], work: Callable[[Path 
             text = ticks.read_text() if ticks is not None and ticks.exists() else ""
             *done, now = text.split("\n")
             if not text:
-                return "starting ranks"
+                return "starting ranks and compiling"
             return f"shape {min(len(done) + 1, len(cases))} of {len(cases)}: {len(now)} ways tried"
 
         with Progress(console, describe):
@@ -167,7 +169,8 @@ def _finish(console: Console, request: Request, found: Sequence[Tuned], dry_run:
     """Print, keep, write, and leave with the right status."""
     date = datetime.now(UTC).date().isoformat()
     versions = {name: version for name, version in inspect_machine().versions.items() if name in _VERSIONS}
-    entries = [_entry(each, date, versions) for each in found]
+    with_ghosts = request.world.where == "ghost"
+    entries = [_entry(each, date, versions, with_ghosts) for each in found]
     kept = [entry for entry in entries if entry is not None]
     _show(console, request.cases, found)
     files: list[Path] = []
@@ -186,14 +189,14 @@ def _finish(console: Console, request: Request, found: Sequence[Tuned], dry_run:
         raise typer.Exit(1)
 
 
-def _entry(tuned: Tuned, date: str, versions: dict[str, str]) -> Entry | None:
+def _entry(tuned: Tuned, date: str, versions: dict[str, str], with_ghosts: bool) -> Entry | None:
     outcome = tuned.outcome
     if outcome is None:
         return None
     winner = outcome.winner
     # The winner's own time: of those that are level another may be a little quicker.
     seconds = outcome.best() | {winner.strategy: outcome.seconds[winner]}
-    return Entry(tuned.problem, winner.strategy, winner.algorithm, winner.config, seconds, date, versions)
+    return Entry(tuned.problem, winner.strategy, winner.algorithm, winner.config, seconds, date, versions, with_ghosts)
 
 
 def _show(console: Console, cases: Sequence[BenchCase], found: Sequence[Tuned]) -> None:

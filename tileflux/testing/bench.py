@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tileflux import ops
+from tileflux.perf.figures import summarize
 from tileflux.symm.group import Group
 from tileflux.testing.contenders import Contender, Suite, gemm_suite, group_suite
 from tileflux.testing.ghost_contenders import ghost_suite
-from tileflux.testing.timing import Stopwatch, time_rounds
+from tileflux.testing.timing import (
+    MAX_ROUNDS,
+    MIN_ROUNDS,
+    STEADY,
+    Stopwatch,
+    agree_max,
+    median_error,
+    meet,
+    time_rounds,
+)
 
-__all__ = ["BenchCase", "RankTimes", "make_suite", "measure"]
+__all__ = ["BenchCase", "RankTimes", "are_steady", "check_suite", "make_suite", "measure"]
+
+_ROUNDS_BETWEEN = 5  # ranks have to tell each other their times to find out
 
 
 @dataclass(frozen=True)
@@ -26,7 +37,8 @@ class BenchCase:
     dtype: str
     strategies: tuple[str, ...]
     """Which of ours to time, of ``tune.lookup.STRATEGIES``."""
-    num_rounds: int
+    num_rounds: int | None
+    """None: as many as it takes until medians are steady, see ``testing/timing.py``."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,7 @@ class RankTimes:
 
 
 def measure(group: Group, cases: Sequence[BenchCase], ticks: Path | None) -> list[RankTimes]:
-    """Check and time every case. Rank 0 adds a byte to the file ``ticks`` for each round it has timed."""
+    """Check and time every case. Rank 0 adds to the file ``ticks``: a dot for a round, a line for a case."""
     # The largest first: symmetric memory that grows is memory that stays.
     order = sorted(range(len(cases)), key=lambda index: -cases[index].m * (cases[index].n + cases[index].k))
     results = {index: _measure(group, cases[index], ticks) for index in order}
@@ -51,25 +63,40 @@ def measure(group: Group, cases: Sequence[BenchCase], ticks: Path | None) -> lis
 
 def _measure(group: Group, case: BenchCase, ticks: Path | None) -> RankTimes:
     suite = make_suite(group, case)
-    problem = _check(group, suite)
+    problem = check_suite(group, suite)
 
-    def tick() -> None:
+    def tick(mark: bytes) -> None:
         if ticks is not None and group.rank == 0:
             with ticks.open("ab") as file:
-                file.write(b".")
+                file.write(mark)
 
-    def together() -> None:
-        if group.world_size > 1 and group.transport != "ghost":
-            ops.barrier(group=group)
+    names = [contender.name for contender in suite.contenders]
+
+    def is_steady(seconds: Mapping[str, list[float]]) -> bool:
+        return case.num_rounds is None and are_steady(group, {name: seconds[name] for name in names})
 
     # Ranks go on together even where one of them has a wrong result: who stops alone keeps the others waiting.
-    watch = Stopwatch(group.device, together)
+    watch = Stopwatch(group.device, lambda: meet(group))
     calls = suite.parts | {contender.name: contender.run for contender in suite.contenders}
-    rounds = time_rounds(watch, calls, case.num_rounds, after_round=tick)
+    rounds = time_rounds(
+        watch, calls, case.num_rounds or MAX_ROUNDS, after_round=lambda: tick(b"."), is_enough=is_steady
+    )
     group.synchronize()
+    tick(b"\n")
+    num_rounds = len(next(iter(rounds.values())))
     for part in ("gemm", "comm", "beside"):
-        rounds.setdefault(part, [0.0] * case.num_rounds)
+        rounds.setdefault(part, [0.0] * num_rounds)
     return RankTimes(problem, rounds, suite.skipped, suite.auto)
+
+
+def are_steady(group: Group, seconds: Mapping[str, list[float]]) -> bool:
+    """Whether every median is known well enough. Ranks look at the slowest of them, so all say the same."""
+    num_rounds = len(next(iter(seconds.values())))
+    if num_rounds < MIN_ROUNDS or num_rounds % _ROUNDS_BETWEEN:
+        return False
+    slowest = agree_max(group, [took for rounds in seconds.values() for took in rounds])
+    rows = [slowest[first : first + num_rounds] for first in range(0, len(slowest), num_rounds)]
+    return all(median_error(summarize("", [row]).spread, num_rounds) < STEADY for row in rows)
 
 
 def make_suite(group: Group, case: BenchCase) -> Suite:
@@ -80,7 +107,7 @@ def make_suite(group: Group, case: BenchCase) -> Suite:
     return make(group, case.op, (case.m, case.n, case.k), case.dtype, case.strategies)
 
 
-def _check(group: Group, suite: Suite) -> str:
+def check_suite(group: Group, suite: Suite) -> str:
     """The first wrong result, in words. A contender that cannot run at all is moved to the skipped ones."""
     problem = ""
     for contender in list(suite.contenders):

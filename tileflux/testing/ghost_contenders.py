@@ -1,7 +1,8 @@
-"""What ``tileflux bench`` compares in a ghost world: library products and the copy engine, and ours in each strategy.
+"""What is timed in a ghost world: library products and the copy engine, and ours in each strategy.
 
 The baselines move the same bytes in both directions, by the copy engine, which takes no SM: the best that plain code
-can do on this link. Ours plays against ghosts (``testing/ghost.py``).
+can do on this link. Ours plays against ghosts (``testing/ghost.py``), as ``tileflux bench`` compares it with the
+baselines, and ``tileflux tune`` with itself.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from tileflux import ops
+from tileflux.config import GemmConfig
 from tileflux.kernels.dense import pipelined_tiles
 from tileflux.kernels.plan import split_rows
 from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, turn
@@ -23,17 +25,14 @@ from tileflux.testing.ghost import Ghosts
 from tileflux.testing.numerics import assert_close
 from tileflux.tune.lookup import Choice, lookup, problem_for
 
-__all__ = ["GhostGather", "GhostScatter", "ghost_suite", "ghosts_of"]
+__all__ = ["GhostGather", "GhostScatter", "GhostTask", "ghost_suite", "ghost_task", "ghosts_of"]
 
 _NO_MAILBOX = "ghosts do not play the mailboxes of our collectives; the baseline is the same with copy engines"
 
 
 def ghost_suite(group: Group, op: str, shape: Shape, dtype: str, strategies: tuple[str, ...]) -> Suite:
     """A dense op by the real rank of a ghost world."""
-    kinds: dict[str, type[GhostTask]] = {"ag_gemm": GhostGather, "gemm_rs": GhostScatter}
-    if op not in kinds:
-        raise ValueError(f"{op} is not played by ghosts; {' and '.join(kinds)} are. Use --where mps")
-    task = kinds[op](group, op, shape, getattr(torch, dtype))
+    task = ghost_task(group, op, shape, getattr(torch, dtype))
     parts: dict[str, Callable[[], object]] = {
         "gemm": task.multiply, "comm": task.communicate, "beside": task.beside
     }  # fmt: skip
@@ -46,12 +45,17 @@ def ghost_suite(group: Group, op: str, shape: Shape, dtype: str, strategies: tup
     for strategy in strategies:
         if strategy == "sequential":
             suite.skipped["ours sequential"] = _NO_MAILBOX
-        elif strategy == "auto" and task.choice.strategy == "sequential":
-            contenders.append(Contender("ours auto", task.sequential, task.check))
         else:
-            run = task.caller(strategy)
-            contenders.append(Contender(f"ours {strategy}", run, task.check_ours))
+            contenders.append(Contender(f"ours {strategy}", task.caller(strategy), task.checker(strategy)))
     return suite
+
+
+def ghost_task(group: Group, op: str, shape: Shape, dtype: torch.dtype) -> GhostTask:
+    """One op of the real rank; ``ValueError`` for one that ghosts do not play."""
+    kinds: dict[str, type[GhostTask]] = {"ag_gemm": GhostGather, "gemm_rs": GhostScatter}
+    if op not in kinds:
+        raise ValueError(f"{op} is not played by ghosts; {' and '.join(kinds)} are. Use --where mps")
+    return kinds[op](group, op, shape, dtype)
 
 
 class GhostTask(abc.ABC):
@@ -126,13 +130,39 @@ class GhostTask(abc.ABC):
     def pipelined(self) -> None:
         """A library product per shard."""
 
+    def caller(self, strategy: str, config: GemmConfig | None = None) -> Callable[[], None]:
+        """Our op in a strategy, with the ghosts beside it, as ``config`` or what lookup says has it cut.
+
+        Ghosts have no mailboxes, so where that is ``sequential`` the baseline is called. What ``auto`` takes is settled
+        here: ghosts have to know.
+        """
+        asked: dict[str, Any] = {"sizes": self.sizes, "strategy": strategy, "config": config, "out": self.out}
+        taken, tiles = self.resolve(strategy, config)
+        return self.sequential if taken == "sequential" else self.play(taken, tiles, asked)
+
+    def resolve(self, strategy: str, config: GemmConfig | None) -> tuple[str, GemmConfig]:
+        """What the op will do when it is asked for this."""
+        return self.choice.strategy if strategy == "auto" else strategy, config or self.choice.config
+
+    def checker(self, strategy: str) -> Callable[[], None]:
+        """What tells whether the last call of such a caller was right; ours also by what the ghosts have got."""
+        return self.check if self.resolve(strategy, None)[0] == "sequential" else self.check_ours
+
     @abc.abstractmethod
-    def caller(self, strategy: str) -> Callable[[], None]:
-        """Our op in a strategy, with the ghosts beside it."""
+    def play(self, strategy: str, config: GemmConfig, asked: dict[str, Any]) -> Callable[[], None]:
+        """Our op as it is asked for, which means fused or pipelined with these tiles and chunks."""
 
     def poison(self) -> None:
-        """Fill the result with what no right one contains."""
+        """Fill the result, and what the last call has sent to the ghosts, with what no right one contains."""
         self.out.fill_(torch.nan)
+        if self.here is not None:
+            for peer in self.peers:
+                self.departed(peer).fill_(torch.nan)
+
+    @property
+    def peers(self) -> list[int]:
+        """The ghosts."""
+        return [peer for peer in range(self.world_size) if peer != self.rank]
 
     def check(self) -> None:
         """Compare the last result with what it must be."""
@@ -142,6 +172,10 @@ class GhostTask(abc.ABC):
         """The same, and what the ghosts have got."""
         self.check()
         self.check_departed()
+
+    @abc.abstractmethod
+    def departed(self, peer: int) -> torch.Tensor:
+        """What the last call has put into a ghost's memory."""
 
     @abc.abstractmethod
     def check_departed(self) -> None:
@@ -195,26 +229,42 @@ class GhostGather(GhostTask):
             torch.mm(self.gathered[place], self.weight.t(), out=self.out[place])
         current.wait_stream(self._streams[1])
 
-    def caller(self, strategy: str) -> Callable[[], None]:
+    def play(self, strategy: str, config: GemmConfig, asked: dict[str, Any]) -> Callable[[], None]:
         row_bytes = self.shape[2] * self.dtype.itemsize
-        here = turn(self.group, gather_shards(self.op, self.rows, row_bytes, False, self.choice.config.num_chunks))
+        # As the op cuts them: ghosts raise a flag for each of its chunks.
+        here = turn(self.group, gather_shards(self.op, self.rows, row_bytes, False, config.num_chunks))
+        if strategy == "pipelined":
+            self._load_products(here)
 
         def call() -> None:
             self.here = here
             self.ghosts.start()
             # The op first: a kernel that it loads would wait for streams that wait for it.
-            ops.ag_gemm(self.x, self.weight, group=self.group, sizes=self.sizes, strategy=strategy, out=self.out)
+            ops.ag_gemm(self.x, self.weight, group=self.group, **asked)
             self.ghosts.gather(here, self.ghost_rows)
             self.ghosts.join()
 
         return call
 
-    def check_departed(self) -> None:
+    def _load_products(self, here: Turn) -> None:
+        """Have the library load what it multiplies chunks with.
+
+        Within a call it would load behind a kernel that waits for rows which ghosts send when the call has been queued.
+        """
+        plan = here.plan
+        chunks = [plan.chunk(rank, index) for rank in range(self.world_size) for index in range(plan.num_chunks)]
+        for count in sorted({len(rows) for rows in chunks if rows}):
+            torch.mm(self.gathered[:count], self.weight.t(), out=self.out[:count])
+        self.group.synchronize()
+
+    def departed(self, peer: int) -> torch.Tensor:
         assert self.here is not None
-        for peer in range(self.world_size):
-            if peer != self.rank:
-                received = self.here.rows_at(peer, self.dtype, self.shape[2])[self.place(self.rank)]
-                assert torch.equal(received.to(self.device), self.x), f"rank {peer} did not get this rank's rows"
+        return self.here.rows_at(peer, self.dtype, self.shape[2])[self.place(self.rank)]
+
+    def check_departed(self) -> None:
+        for peer in self.peers:
+            received = self.departed(peer).to(self.device)
+            assert torch.equal(received, self.x), f"rank {peer} did not get this rank's rows"
 
 
 class GhostScatter(GhostTask):
@@ -273,30 +323,29 @@ class GhostScatter(GhostTask):
             current.wait_stream(stream)
         torch.sum(self._slots, 0, out=self.out)
 
-    def caller(self, strategy: str) -> Callable[[], None]:
-        is_fused = (self.choice.strategy if strategy == "auto" else strategy) == "fused"
-        tiles = pipelined_tiles(self.choice.config)
+    def play(self, strategy: str, config: GemmConfig, asked: dict[str, Any]) -> Callable[[], None]:
+        # Whole shards, whatever the tiles: they are sent by copies.
+        tiles = pipelined_tiles(config)
         plan = scatter_shards(self.op, self.rows, self.shape[1], self.dtype.itemsize, tiles, by_copies=True)
         here = turn(self.group, plan)
 
         def call() -> None:
             self.here, self.epoch = here, self.ghosts.num_calls(self.op)
             self.ghosts.start()
-            ops.gemm_rs(self.x, self.weight, group=self.group, sizes=self.sizes, strategy=strategy, out=self.out)
-            self.ghosts.scatter(here, self.partials, watch_staging=is_fused)
+            ops.gemm_rs(self.x, self.weight, group=self.group, **asked)
+            self.ghosts.scatter(here, self.partials, watch_staging=strategy == "fused")
             self.ghosts.join()
 
         return call
 
-    def check_departed(self) -> None:
+    def departed(self, peer: int) -> torch.Tensor:
         assert self.here is not None
-        for peer in range(self.world_size):
-            if peer != self.rank:
-                slot = self.here.slot(peer, self.rank, self.dtype, self.shape[1], self.epoch)[: self.rows[peer]]
-                exact = self.exact[self.place(peer)]
-                assert_close(
-                    slot.to(self.device), exact, reduction=self.x.shape[1], what=f"partial sums for rank {peer}"
-                )
+        return self.here.slot(peer, self.rank, self.dtype, self.shape[1], self.epoch)[: self.rows[peer]]
+
+    def check_departed(self) -> None:
+        for peer in self.peers:
+            received, exact = self.departed(peer).to(self.device), self.exact[self.place(peer)]
+            assert_close(received, exact, reduction=self.x.shape[1], what=f"partial sums for rank {peer}")
 
 
 _played: weakref.WeakKeyDictionary[Group, Ghosts] = weakref.WeakKeyDictionary()

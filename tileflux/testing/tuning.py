@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,17 @@ from tileflux.kernels.plan import split_rows
 from tileflux.symm.group import Group
 from tileflux.testing import contenders
 from tileflux.testing.bench import BenchCase
+from tileflux.testing.compiling import Compilers, variants
+from tileflux.testing.ghost_contenders import GhostTask, ghost_task
 from tileflux.testing.numerics import assert_close
-from tileflux.testing.timing import Stopwatch
+from tileflux.testing.timing import Stopwatch, agree_max, meet
 from tileflux.tune.lookup import lookup, problem_for
 from tileflux.tune.search import Candidate, Outcome, as_candidate, candidates, refinements, search
 
 __all__ = ["Tuned", "tune"]
 
 _RIGHT, _UNFIT, _WRONG = 0.0, 1.0, 2.0
+_COMPILING_SHARE = 0.5  # of the budget; what is not compiled by then, launches compile as far as there is time
 
 
 @dataclass(frozen=True)
@@ -41,15 +45,24 @@ class Tuned:
     """Candidates with wrong results, and what is wrong with them. They are not timed, and cannot win."""
 
 
-def tune(group: Group, cases: Sequence[BenchCase], budget_s: float, ticks: Path | None) -> list[Tuned]:
-    """Search each shape, for ``budget_s`` each. Rank 0 adds to ``ticks``: a dot for a candidate, a line for a shape."""
+def tune(group: Group, cases: Sequence[BenchCase], budget_s: float, num_jobs: int, ticks: Path | None) -> list[Tuned]:
+    """Search each shape, for ``budget_s`` each, with ``num_jobs`` processes of all ranks together that compile.
+
+    Rank 0 adds to ``ticks``: a dot for a candidate, a line for a shape.
+    """
     # The largest first: symmetric memory that grows is memory that stays.
     order = sorted(range(len(cases)), key=lambda index: -cases[index].m * (cases[index].n + cases[index].k))
-    found = {index: _tune(group, cases[index], budget_s, ticks) for index in order}
+    with Compilers(max(1, num_jobs // _num_ranks(group)) if num_jobs > 1 else 0) as compilers:
+        found = {index: _tune(group, cases[index], budget_s, compilers, ticks) for index in order}
     return [found[index] for index in range(len(cases))]
 
 
-def _tune(group: Group, case: BenchCase, budget_s: float, ticks: Path | None) -> Tuned:
+def _num_ranks(group: Group) -> int:
+    return 1 if group.transport == "ghost" else group.world_size
+
+
+def _tune(group: Group, case: BenchCase, budget_s: float, compilers: Compilers, ticks: Path | None) -> Tuned:
+    start = time.monotonic()
     problem = _problem(group, case)
     before = as_candidate(lookup(problem))
 
@@ -58,10 +71,18 @@ def _tune(group: Group, case: BenchCase, budget_s: float, ticks: Path | None) ->
             with ticks.open("ab") as file:
                 file.write(mark)
 
+    def compile_ahead(tried: list[Candidate], limit_s: float) -> list[Candidate]:
+        # Every rank its part: who waited for another that compiles all might do so for longer than a wait may last.
+        compilers.compile(variants(problem, tried, group)[group.rank :: _num_ranks(group)], limit_s)
+        return tried
+
     trial = _Trial(group, case, lambda: tick(b"."))
+    tried = compile_ahead([before, *candidates(problem)], _COMPILING_SHARE * budget_s)
+    (spent,) = trial.agree_max([time.monotonic() - start])
     outcome = search(
-        candidates(problem), trial.seconds, trial.agree_max,
-        budget_s=budget_s, keep=(before,), refine=lambda best: refinements(problem, best),
+        tried, trial.seconds, trial.agree_max,
+        budget_s=max(0.0, budget_s - spent), keep=(before,),
+        refine=lambda best: compile_ahead(refinements(problem, best), _COMPILING_SHARE * budget_s),
     )  # fmt: skip
     tick(b"\n")
     return Tuned(problem, before, outcome, tuple(trial.wrong))
@@ -84,9 +105,11 @@ class _Trial:
         shape, dtype = (case.m, case.n, case.k), getattr(torch, case.dtype)
         if case.op == "gemm":
             self._task: Any = _Alone(group.device, shape, dtype)
+        elif group.transport == "ghost":
+            self._task = ghost_task(group, case.op, shape, dtype)
         else:
             self._task = contenders._TASKS[case.op](group, case.op, shape, dtype)
-        self._watch = Stopwatch(group.device, self._meet)
+        self._watch = Stopwatch(group.device, lambda: meet(group))
         self._calls: dict[Candidate, Callable[[], object] | None] = {}
 
     def seconds(self, candidate: Candidate) -> float:
@@ -99,13 +122,7 @@ class _Trial:
 
     def agree_max(self, values: Sequence[float]) -> list[float]:
         """The greatest of each over ranks."""
-        mine = torch.tensor([list(values)], dtype=torch.float64, device=self.group.device)
-        everyone = ops.all_gather(mine, group=self.group) if self.group.world_size > 1 else mine
-        return [float(value) for value in everyone.amax(0).tolist()]
-
-    def _meet(self) -> None:
-        if self.group.world_size > 1:
-            ops.barrier(group=self.group)
+        return agree_max(self.group, values)
 
     def _prove(self, candidate: Candidate) -> Callable[[], object] | None:
         """The call, if it runs and gives what it must on all ranks."""
@@ -118,7 +135,7 @@ class _Trial:
             call()
             self.group.synchronize()
             try:
-                self._task.check()
+                self._check(candidate)
             except AssertionError as error:
                 self.wrong.append(f"{candidate}: {error}")
                 state = _WRONG
@@ -145,8 +162,14 @@ class _Trial:
         self.group.synchronize()
         self.group.barrier()
 
+    def _check(self, candidate: Candidate) -> None:
+        task = self._task
+        (task.checker(candidate.strategy) if isinstance(task, GhostTask) else task.check)()
+
     def _call(self, candidate: Candidate) -> Callable[[], object]:
         op, task = self.case.op, self._task
+        if isinstance(task, GhostTask):
+            return task.caller(candidate.strategy, candidate.config)
         how: dict[str, Any] = {"config": candidate.config, "out": task.out}
         if op != "gemm":
             how |= {"group": self.group, "strategy": candidate.strategy}

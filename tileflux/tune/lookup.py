@@ -77,7 +77,8 @@ def num_readings() -> int:
 def _measured(problem: GemmProblem, match: store.Match, usual: Choice, where: str) -> Choice:
     leader = match.leader
     config = match.tiles or dataclasses.replace(usual.config, num_chunks=leader.config.num_chunks)
-    reason = f"{where}measured on {leader.problem.gpu or 'the CPU'}, {leader.date}: {leader.verdict}"
+    place = f"{leader.problem.gpu or 'the CPU'}{' with ghost peers' if leader.with_ghosts else ''}"
+    reason = f"{where}measured on {place}, {leader.date}: {leader.verdict}"
     shape, measured = ((each.m, each.n, each.k) for each in (problem, leader.problem))
     if shape != measured:
         reason += f", at {' x '.join(map(str, measured))}"

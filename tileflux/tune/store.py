@@ -71,6 +71,8 @@ class Entry:
     """Of the measurement, as 2026-11-15."""
     versions: Mapping[str, str]
     """Of tileflux, torch and triton."""
+    with_ghosts: bool = False
+    """Whether the peers were played, and all but the slowest link between ranks was real (``testing/ghost.py``)."""
 
     def __post_init__(self) -> None:
         if self.problem.op not in _SHARED or self.strategy not in STRATEGIES:
@@ -214,6 +216,7 @@ def _entry(given: Any) -> Entry:
         config=_fields(GemmConfig, given["config"]),
         seconds={str(name): float(took) for name, took in given["seconds"].items()},
         versions={str(name): str(version) for name, version in given["versions"].items()},
+        with_ghosts=bool(given.get("with_ghosts", False)),
         **texts,
     )
 

@@ -1,0 +1,259 @@
+"""Kernels compiled before they are launched, by processes side by side, without a GPU.
+
+Compiling a GEMM takes a core a second or more, and tuning launches a hundred of them. The processes here go through
+the launcher itself (``kernels/gemm_launch.py``), with a driver that knows the architecture and nothing to launch on: so
+what Triton keeps on disk has the key that the launch will ask for. A variant that is missed, for whatever reason, the
+launch compiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from tileflux.config import GemmConfig, GemmProblem
+from tileflux.kernels import gemm_launch
+from tileflux.kernels.loading import settle_keys
+from tileflux.kernels.operands import Operands
+from tileflux.kernels.prepared import Kept
+from tileflux.symm.group import Group
+from tileflux.testing import _compiling_child
+from tileflux.tune.search import Candidate
+
+__all__ = ["Compilers", "Variant", "pretend", "variants"]
+
+_GRACE_S = 60.0  # for a compilation that has begun
+_CLOSING_S = 10.0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What decides how a GEMM is compiled, as far as these ways to launch it differ.
+
+    Of sizes that is what is left when they are divided by what tiles have and what is loaded at once: many shapes have
+    the same variants.
+    """
+
+    role: str
+    """A name in ``kernels/gemm_launch.py``."""
+    dtype: str
+    config: GemmConfig
+    num_columns: int
+    depth: int
+    world_size: int
+    num_sms: int
+    arch: int
+    is_virtual: bool
+
+    def compile(self) -> None:
+        """Compile it into Triton's cache, in a process that has called ``pretend``."""
+        role, dtype = getattr(gemm_launch, self.role), getattr(torch, self.dtype)
+        x, weight = torch.empty(16, self.depth, dtype=dtype), torch.empty(self.num_columns, self.depth, dtype=dtype)
+        operands = Operands(x, weight, torch.empty(16, self.num_columns, dtype=dtype))
+        group = turn = None
+        if self.world_size > 1:
+            traits, stream = SimpleNamespace(num_sms=self.num_sms), object() if self.is_virtual else None
+            group = SimpleNamespace(name="", world_size=self.world_size, traits=traits, stream=stream)
+            if role is not gemm_launch.PLAIN:
+                plan = SimpleNamespace(rows=(16,) * self.world_size, num_chunks=1, chunk_rows=16)
+                turn = SimpleNamespace(plan=plan, launches=Kept(), table=torch.zeros(1, dtype=torch.int64))
+        gemm_launch.launch_gemm(
+            operands, role, self.config, group=group, turn=turn, releases=turn is not None, load_only=True  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+def variants(problem: GemmProblem, candidates: Sequence[Candidate], group: Group) -> list[Variant]:
+    """What the candidates launch of our GEMM, each once, in their order; nothing on the CPU."""
+    if not problem.arch:
+        return []
+    found: list[Variant] = []
+    for candidate in candidates:
+        # First the product alone, by which it is found out whether the tiles fit.
+        roles = [("PLAIN", 1)]
+        is_virtual = group.stream is not None
+        if is_virtual and candidate.strategy != "fused":
+            roles.append(("PLAIN", problem.world_size))  # what virtual ranks multiply with instead of the library
+        if candidate.strategy == "fused" and problem.world_size > 1:
+            roles.append((_fused_role(problem.op, candidate.algorithm, group), problem.world_size))
+        for role, world_size in roles:
+            found.append(_variant(problem, candidate.config, role, world_size, is_virtual and world_size > 1))
+    return list(dict.fromkeys(found))
+
+
+def _variant(problem: GemmProblem, config: GemmConfig, role: str, world_size: int, is_virtual: bool) -> Variant:
+    # What the kernel is not compiled for; feeders are, as far as it has them.
+    config = dataclasses.replace(config, num_chunks=1, num_sms=None)
+    num_sms = problem.num_sms
+    if role != "GATHER":
+        config, num_sms = dataclasses.replace(config, num_feeders=1), 0
+    return Variant(
+        role, problem.dtype, config, 1024 + problem.n % 1024, 1024 + problem.k % 1024, world_size, num_sms,
+        problem.arch, is_virtual,
+    )  # fmt: skip
+
+
+def _fused_role(op: str, algorithm: str, group: Group) -> str:
+    """As ``kernels/dense.py`` takes them; a test compares."""
+    if op == "gemm_ar" and algorithm == "one_shot":
+        return "SPREAD"
+    by_copies = not group.traits.copies_need_sms
+    if op == "ag_gemm":
+        return "ARRIVING" if by_copies else "GATHER"
+    return "STAGE" if by_copies else "SCATTER"
+
+
+def pretend(arch: int) -> None:
+    """Make this process one that compiles for ``arch``, and launches nothing: for good, so only in one of its own."""
+    driver.set_active(_Nowhere(arch))
+    settle_keys()
+    kernel = vars(gemm_launch)["_gemm_kernel"]
+
+    class OnlyCompiled:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda *arguments, **options: kernel.warmup(*arguments, grid=grid, **options)
+
+    replaced: dict[str, Any] = {
+        "_gemm_kernel": OnlyCompiled(),
+        "load_once": lambda device, key, launch, group=None: launch(),
+        "_has_tma": lambda device: arch >= 90,
+        "_is_interpreted": lambda group: False,
+        "sms_for": lambda group: (0 if group is None else group.traits.num_sms) or 1024,
+    }
+    for name, value in replaced.items():
+        setattr(gemm_launch, name, value)
+
+
+class _Nowhere:
+    """In the place of Triton's driver: what it compiles for, without a GPU to ask."""
+
+    def __init__(self, arch: int) -> None:
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compilers:
+    """Processes that compile, started when first needed, for as long as the ``with`` block."""
+
+    def __init__(self, num_processes: int) -> None:
+        self._idle: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
+        self._num_processes = num_processes
+        self._all: list[_Process] = []
+        self._asked: set[Variant] = set()
+        for _ in range(num_processes):
+            self._idle.put(None)
+
+    def __enter__(self) -> Compilers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for process in self._all:
+            process.close()
+
+    def compile(self, wanted: Sequence[Variant], limit_s: float) -> int:
+        """Compile what has not been asked for before, in this order, until ``limit_s`` is over; returns how many.
+
+        One alone is left to its launch, which is as quick.
+        """
+        new = [variant for variant in dict.fromkeys(wanted) if variant not in self._asked]
+        if self._num_processes < 1 or len(new) < 2 or limit_s <= 0:
+            return 0
+        until = time.monotonic() + limit_s
+        pending: queue.SimpleQueue[Variant] = queue.SimpleQueue()
+        for variant in new:
+            pending.put(variant)
+        num_compiled: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+        def serve() -> None:
+            process = self._idle.get() or self._start()
+            with suppress(queue.Empty, OSError, EOFError):
+                while time.monotonic() < until:
+                    variant = pending.get_nowait()
+                    self._asked.add(variant)
+                    if process.compile(variant):
+                        num_compiled.put(1)
+            self._idle.put(process if process.is_alive() else None)
+
+        threads = [threading.Thread(target=serve, daemon=True) for _ in range(min(self._num_processes, len(new)))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, until + _GRACE_S - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):  # a compiler that does not end: whoever waits sees it die
+            for process in self._all:
+                process.kill()
+        return num_compiled.qsize()
+
+    def _start(self) -> _Process:
+        process = _Process()
+        self._all.append(process)
+        return process
+
+
+class _Process:
+    """One that compiles what it is sent."""
+
+    def __init__(self) -> None:
+        # By its path, and -P: of our package it imports what it is sent, by the same search path as this process.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", _compiling_child.__file__],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        self._send([path or "." for path in sys.path])
+
+    def compile(self, variant: Variant) -> bool:
+        """Whether it was compiled; a compiler that gave up says so, and ``EOFError`` one that died."""
+        assert self._process.stdout is not None
+        self._send(variant)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise EOFError
+        return answer == _compiling_child.COMPILED
+
+    def is_alive(self) -> bool:
+        """Whether it can be sent more."""
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Let it end, which it does when nothing more can come."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_CLOSING_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _send(self, what: object) -> None:
+        assert self._process.stdin is not None
+        pickle.dump(what, self._process.stdin)
+        self._process.stdin.flush()
