@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from tileflux.config import GemmConfig
-from tileflux.kernels import gemm_launch
+from tileflux.kernels import gemm_hopper_launch, gemm_launch
 from tileflux.kernels.loading import settle_keys
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.prepared import Kept
@@ -58,7 +58,8 @@ def launch(name: str, config: GemmConfig, shape: tuple[int, int, int], world_siz
     (m, n, k), role, kind = shape, getattr(gemm_launch, name), torch.bfloat16
     is_alone = world_size == 1
     group = SimpleNamespace(
-        name="a group", world_size=world_size, traits=SimpleNamespace(num_sms=NUM_SMS),
+        name="a group", world_size=world_size,
+        traits=SimpleNamespace(num_sms=NUM_SMS, links=("same GPU" if is_virtual else "PCIe",) * world_size),
         stream=object() if is_virtual else None, device=torch.device("cpu"),
     )  # fmt: skip
     here = None
@@ -80,6 +81,9 @@ def main() -> None:
     gpu = Launches()
     driver.set_active(gpu)  # type: ignore[arg-type]
     gemm_launch._has_tma = lambda device: True  # type: ignore[assignment]
+    gemm_launch.is_hopper = lambda device: True  # type: ignore[assignment]
+    flags = SimpleNamespace(take=lambda: 4096, keep=lambda: 8192)
+    gemm_hopper_launch._flags = lambda device: flags  # type: ignore[assignment]
     gemm_launch._is_interpreted = lambda group: False
     gemm_launch.sms_for = lambda group: NUM_SMS
     settle_keys()

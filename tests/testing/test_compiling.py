@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tileflux.testing import compiling, run_ranks
 from tileflux.testing.compiling import Compilers, Variant, variants
 from tileflux.testing.ghost import ghost_group
 from tileflux.testing.ghost_contenders import ghost_task
+from tileflux.testing.hopper_cases import hopper_config
 from tileflux.tune.lookup import problem_for
 from tileflux.tune.search import Candidate, candidates
 
@@ -152,6 +154,33 @@ def test_a_launch_finds_what_was_compiled_ahead(tmp_path: Path, monkeypatch: pyt
     num_compiled, num_launches = _launch(CONFIG, LAUNCHED)
     assert num_compiled == 0 and num_launches >= len(wanted)
     num_compiled, _ = _launch(GemmConfig(64, 64, 32, num_warps=4, num_stages=3, num_feeders=8), LAUNCHED[1:2])
+    assert num_compiled == 1, "of others nothing is there"
+
+
+ON_HOPPER = [
+    ("PLAIN", (1536, 4096, 448), 1, False),
+    ("PLAIN", (300, 200, 96), 1, False),
+    ("ARRIVING", (1024, 2048, 256), 4, False),
+    ("ARRIVING", (1000, 2048, 256), 4, False),
+    ("STAGE", (2048, 2048, 96), 8, False),
+    ("GATHER", (1024, 2048, 256), 4, True),
+]
+"""As above, with tiles that are cut along K, and rows that end within a tile."""
+
+
+def test_hoppers_loop_is_compiled_ahead_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    config = dataclasses.replace(hopper_config(64, 128), num_feeders=8)
+    wanted = []
+    for role, (m, n, k), world_size, is_virtual in ON_HOPPER:
+        problem = dataclasses.replace(make_problem("ag_gemm", m, n, k, world_size), link="same GPU" * is_virtual)
+        wanted.append(compiling._variant(problem, config, role, world_size, is_virtual))
+    with Compilers(2) as compilers:
+        assert compilers.compile(wanted, 150.0) == len(set(wanted))
+    num_compiled, num_launches = _launch(config, ON_HOPPER)
+    assert num_compiled == 0 and num_launches >= len(wanted)
+    num_compiled, _ = _launch(dataclasses.replace(config, streams=False), ON_HOPPER[:1])
     assert num_compiled == 1, "of others nothing is there"
 
 

@@ -7,12 +7,17 @@ import math
 import random
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tileflux.config import GemmConfig, GemmProblem
+from tileflux.kernels.gemm_hopper_launch import takes
+from tileflux.kernels.gemm_launch import ARRIVING
+from tileflux.kernels.operands import Operands
 from tileflux.tune import search as search_module
 from tileflux.tune.lookup import ITEMSIZE, rule
 from tileflux.tune.search import Candidate, Outcome, as_candidate, candidates, refinements, search
@@ -89,7 +94,28 @@ def test_candidates_are_worth_a_try(problem: GemmProblem) -> None:
 def test_there_are_other_tiles_to_try() -> None:
     tiles = {(each.config.block_m, each.config.block_n) for each in candidates(H200)}
     assert {(128, 256), (128, 128), (256, 128), (64, 256)} <= tiles
-    assert len(candidates(H200)) > 50
+    assert len(candidates(dataclasses.replace(H200, arch=100))) > 50
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_hoppers_own_loop_is_tried_with_tiles_that_it_takes(dtype: str) -> None:
+    problem = dataclasses.replace(H200, dtype=dtype)
+    found = [each.config for each in candidates(problem) if each.config.hopper]
+    kind = getattr(torch, dtype)
+    x, weight = torch.empty(512, 256, dtype=kind), torch.empty(512, 256, dtype=kind)
+    operands = Operands(x, weight, torch.empty(512, 512, dtype=torch.bfloat16))
+    assert len(found) >= 3 and all(takes(operands, ARRIVING, config) for config in found)
+    assert all(config.streams for config in found)
+    shared = [each.config for each in candidates(dataclasses.replace(problem, link="same GPU"))]
+    assert [config.streams for config in shared if config.hopper] == [False] * len(found)
+    best = Candidate("fused", "", found[0])
+    assert any(not each.config.streams for each in refinements(problem, best))
+    assert "hopper, streamed" in str(best)
+
+
+@pytest.mark.parametrize("changes", [{"arch": 100}, {"dtype": "float32"}, {"dtype": "int8"}, {"is_heavy": True}])
+def test_others_have_no_loop_of_hoppers(changes: dict[str, Any]) -> None:
+    assert not any(each.config.hopper for each in candidates(dataclasses.replace(H200, **changes)))
 
 
 def test_refinements() -> None:

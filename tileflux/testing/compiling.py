@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace, TracebackType
@@ -26,9 +26,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from tileflux.config import GemmConfig, GemmProblem
-from tileflux.kernels import gemm_launch
+from tileflux.kernels import gemm_hopper_launch, gemm_launch
 from tileflux.kernels.loading import settle_keys
 from tileflux.kernels.operands import Operands
+from tileflux.kernels.plan import split_rows
 from tileflux.kernels.prepared import Kept
 from tileflux.symm.group import Group
 from tileflux.testing import _compiling_child
@@ -58,6 +59,9 @@ class Variant:
     num_sms: int
     arch: int
     is_virtual: bool
+    shares_gpu: bool = False
+    rows: tuple[int, ...] = (16,)
+    """By rank, as far as Hopper's loop cares: whether all are alike, and whether tiles come out even."""
 
     def compile(self) -> None:
         """Compile it into Triton's cache, in a process that has called ``pretend``."""
@@ -66,10 +70,12 @@ class Variant:
         operands = Operands(x, weight, torch.empty(16, self.num_columns, dtype=dtype))
         group = turn = None
         if self.world_size > 1:
-            traits, stream = SimpleNamespace(num_sms=self.num_sms), object() if self.is_virtual else None
+            links = ("same GPU",) if self.shares_gpu else ()
+            traits = SimpleNamespace(num_sms=self.num_sms, links=links)
+            stream = object() if self.is_virtual else None
             group = SimpleNamespace(name="", world_size=self.world_size, traits=traits, stream=stream)
             if role is not gemm_launch.PLAIN:
-                plan = SimpleNamespace(rows=(16,) * self.world_size, num_chunks=1, chunk_rows=16)
+                plan = SimpleNamespace(rows=self.rows, num_chunks=1, chunk_rows=max(self.rows))
                 turn = SimpleNamespace(plan=plan, launches=Kept(), table=torch.zeros(1, dtype=torch.int64))
         gemm_launch.launch_gemm(
             operands, role, self.config, group=group, turn=turn, releases=turn is not None, load_only=True  # type: ignore[arg-type]
@@ -100,10 +106,21 @@ def _variant(problem: GemmProblem, config: GemmConfig, role: str, world_size: in
     num_sms = problem.num_sms
     if role != "GATHER":
         config, num_sms = dataclasses.replace(config, num_feeders=1), 0
+    rows, shares_gpu = (16,) * world_size, False
+    if config.hopper and role != "PLAIN":
+        rows, shares_gpu = _typical_rows(problem, config), problem.link == "same GPU"
     return Variant(
         role, problem.dtype, config, 1024 + problem.n % 1024, 1024 + problem.k % 1024, world_size, num_sms,
-        problem.arch, is_virtual,
+        problem.arch, is_virtual, shares_gpu, rows,
     )  # fmt: skip
+
+
+def _typical_rows(problem: GemmProblem, config: GemmConfig) -> tuple[int, ...]:
+    """Rows by rank with which ``gemm_hopper_launch`` decides as with the problem's."""
+    rows = split_rows(problem.m, problem.world_size)
+    rest = 1 if any(count % config.block_m for count in rows) else 0
+    more = config.block_m if len(set(rows)) > 1 else 0
+    return (config.block_m + more + rest, *(config.block_m + rest for _ in rows[1:]))
 
 
 def _fused_role(op: str, algorithm: str, group: Group) -> str:
@@ -120,15 +137,27 @@ def pretend(arch: int) -> None:
     """Make this process one that compiles for ``arch``, and launches nothing: for good, so only in one of its own."""
     driver.set_active(_Nowhere(arch))
     settle_keys()
-    kernel = vars(gemm_launch)["_gemm_kernel"]
 
     class OnlyCompiled:
-        def __getitem__(self, grid: tuple[int]) -> Any:
-            return lambda *arguments, **options: kernel.warmup(*arguments, grid=grid, **options)
+        def __init__(self, kernel: Any) -> None:
+            self._kernel = kernel
 
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda *arguments, **options: self._kernel.warmup(*arguments, grid=grid, **options)
+
+    def load(device: object, key: object, launch: Callable[[], object], group: object = None) -> None:
+        launch()
+
+    hoppers: dict[str, Any] = {
+        "_gemm_hopper_kernel": OnlyCompiled(vars(gemm_hopper_launch)["_gemm_hopper_kernel"]),
+        "load_once": load,
+    }
+    for name, value in hoppers.items():
+        setattr(gemm_hopper_launch, name, value)
     replaced: dict[str, Any] = {
-        "_gemm_kernel": OnlyCompiled(),
-        "load_once": lambda device, key, launch, group=None: launch(),
+        "_gemm_kernel": OnlyCompiled(vars(gemm_launch)["_gemm_kernel"]),
+        "load_once": load,
+        "is_hopper": lambda device: arch == 90,
         "_has_tma": lambda device: arch >= 90,
         "_is_interpreted": lambda group: False,
         "sms_for": lambda group: (0 if group is None else group.traits.num_sms) or 1024,

@@ -27,6 +27,8 @@ _MAX_ACCUMULATORS = 128  # registers a thread, of 255: the rest is for operands 
 _MAX_FP32_ACCUMULATORS = 32  # products of fp32 hold their operands in registers too
 _CHUNK_ROWS = 256  # what a chunk has at least, see gather_shards
 _NUM_TILINGS = 64  # more than these are too far from the rule's to be worth compiling
+_NUM_BESIDE_HOPPER = 16  # where Hopper's own loop has most of what could win
+_HOPPER_TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (128, 64), (64, 64))
 _CPU_TILES = ((512, 1024), (1024, 1024), (256, 1024), (256, 512), (128, 256))
 
 _NUM_FIRST = 3
@@ -50,7 +52,7 @@ class Candidate:
         config = self.config
         chunks = f", {config.num_chunks} chunks" if config.num_chunks > 1 else ""
         tile = f" {config.block_m}x{config.block_n}x{config.block_k}" if self.strategy == "fused" else ""
-        return f"{how}{tile}{chunks}"
+        return f"{how}{tile}{', hopper' * config.hopper}{', streamed' * config.streams}{chunks}"
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ def refinements(problem: GemmProblem, best: Candidate) -> list[Candidate]:
     changes: list[tuple[str, Any]] = [("num_chunks", each) for each in chunks]
     changes += [("num_feeders", each) for each in feeders]
     changes += [("group_m", each) for each in groups]
+    if best.config.hopper and problem.link != "same GPU":
+        changes.append(("streams", not best.config.streams))
     found = [dataclasses.replace(best, config=dataclasses.replace(best.config, **{name: v})) for name, v in changes]
     return [each for each in dict.fromkeys(found) if each != best]
 
@@ -128,7 +132,25 @@ def _tilings(problem: GemmProblem, usual: GemmConfig) -> Iterator[GemmConfig]:
         if _fits(problem, config, usual):
             fitting.append(config)
     fitting.sort(key=lambda config: _distance(config, usual))  # stable: equally near as listed
-    yield from fitting[:_NUM_TILINGS]
+    on_hopper = list(_hopper_tilings(problem, usual))
+    yield from on_hopper
+    yield from fitting[: _NUM_BESIDE_HOPPER if on_hopper else _NUM_TILINGS]
+
+
+def _hopper_tilings(problem: GemmProblem, usual: GemmConfig) -> Iterator[GemmConfig]:
+    """The same for Hopper's own loop, which finds its stages itself."""
+    itemsize = ITEMSIZE[problem.dtype]
+    if problem.arch != 90 or itemsize > 2 or problem.dtype == "int8" or problem.is_heavy:
+        return
+    for block_m, block_n in _HOPPER_TILES:
+        if itemsize == 1 and block_m * block_n > 128 * 128:
+            continue  # products of fp8 take twice the registers
+        if block_m <= max(64, 2 * usual.block_m) and block_n < 2 * max(problem.n, 32):
+            # Where ranks share a GPU nobody knows which programs run, and tiles are not cut along K.
+            yield dataclasses.replace(
+                usual, block_m=block_m, block_n=block_n, block_k=128 // itemsize, group_m=16,
+                num_warps=4 if block_m == 64 else 8, num_stages=4, hopper=True, streams=problem.link != "same GPU",
+            )  # fmt: skip
 
 
 def _fits(problem: GemmProblem, config: GemmConfig, usual: GemmConfig) -> bool:
