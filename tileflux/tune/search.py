@@ -143,13 +143,14 @@ def _hopper_tilings(problem: GemmProblem, usual: GemmConfig) -> Iterator[GemmCon
     if problem.arch != 90 or itemsize > 2 or problem.dtype == "int8" or problem.is_heavy:
         return
     for block_m, block_n in _HOPPER_TILES:
-        if itemsize == 1 and block_m * block_n > 128 * 128:
+        num_warps = 4 if block_m == 64 else 8
+        if itemsize == 1 and 2 * block_m * block_n > 32 * num_warps * _MAX_ACCUMULATORS:
             continue  # products of fp8 take twice the registers
         if block_m <= max(64, 2 * usual.block_m) and block_n < 2 * max(problem.n, 32):
             # Where ranks share a GPU nobody knows which programs run, and tiles are not cut along K.
             yield dataclasses.replace(
                 usual, block_m=block_m, block_n=block_n, block_k=128 // itemsize, group_m=16,
-                num_warps=4 if block_m == 64 else 8, num_stages=4, hopper=True, streams=problem.link != "same GPU",
+                num_warps=num_warps, num_stages=4, hopper=True, streams=problem.link != "same GPU",
             )  # fmt: skip
 
 
