@@ -71,7 +71,8 @@ def launch(name: str, config: GemmConfig, shape: tuple[int, int, int], world_siz
     x = torch.empty(m // world_size if role.gathers else m, k, dtype=kind)
     operands = Operands(x, torch.empty(n, k, dtype=kind), torch.empty(m, n, dtype=kind))
     group = None if is_alone else group  # type: ignore[assignment]
-    gemm_launch.launch_gemm(operands, role, config, group=group, turn=here, releases=here is not None)  # type: ignore[arg-type]
+    releases = here is not None and role is not gemm_launch.STAGE
+    gemm_launch.launch_gemm(operands, role, config, group=group, turn=here, releases=releases)  # type: ignore[arg-type]
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ def make_problem(op: str = "ag_gemm", m: int = 4096, n: int = 6144, k: int = 122
 
 def make_group(by_copies: bool, is_virtual: bool = False) -> Any:
     return SimpleNamespace(
-        stream=object() if is_virtual else None, traits=SimpleNamespace(copies_need_sms=not by_copies, num_sms=132),
+        stream=object() if is_virtual else None, traits=SimpleNamespace(copies_need_sms=not by_copies, num_sms=132, links=()),
         device=torch.device("cuda"), world_size=4, rank=0,
     )  # fmt: skip
 
@@ -76,7 +76,9 @@ def test_what_is_compiled_is_what_the_op_launches(
     monkeypatch.setattr(dense, "_beside", nothing)
     for name in ("_load_steps", "_feed", "_join", "_send_shard"):
         monkeypatch.setattr(dense, name, lambda *arguments: None)
-    monkeypatch.setattr(dense, "steps", SimpleNamespace(launch_open=lambda *_: None, launch_close=lambda *_: None))
+    monkeypatch.setattr(
+        dense, "steps", SimpleNamespace(**dict.fromkeys(("launch_open", "launch_close", "launch_sum"), lambda *_: None))
+    )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: None))
     group = make_group(by_copies)
     operands = Operands(torch.empty(64, 32), torch.empty(48, 32), torch.empty(64, 48))
@@ -87,7 +89,7 @@ def test_what_is_compiled_is_what_the_op_launches(
     else:
         dense.run_scatter(group, operands, (16,) * 4, "fused", CONFIG)
     wanted = FUSED[op, algorithm, by_copies]
-    assert launched == [(getattr(gemm_launch, wanted), CONFIG, True)]
+    assert launched == [(getattr(gemm_launch, wanted), CONFIG, wanted != "STAGE")]
     plain, fused = variants(make_problem(op), [Candidate("fused", algorithm, CONFIG)], group)
     assert (plain.role, plain.world_size) == ("PLAIN", 1) and (fused.role, fused.world_size) == (wanted, 4)
     assert fused.config.num_feeders == (8 if wanted == "GATHER" else 1)
@@ -102,7 +104,7 @@ def test_each_is_compiled_once_and_nothing_on_the_cpu() -> None:
     # Chunks are no variant of the kernel, and neither is a shape that is cut as evenly.
     changed = Candidate("fused", "", tried[0].config.__class__(**{**vars(tried[0].config), "num_chunks": 8}))
     assert set(variants(problem, [changed], group)) <= set(found)
-    assert variants(make_problem(m=512, n=2048, k=4096), tried, group) == found
+    assert variants(make_problem(m=2048, n=2048, k=4096), tried, group) == found
     assert not set(variants(make_problem(k=12281), tried, group)) & set(found)
     alone = variants(make_problem("gemm", world_size=1), [Candidate("sequential", "", CONFIG)], group)
     assert [each.role for each in alone] == ["PLAIN"]

@@ -230,7 +230,7 @@ def _push_finished(group: Group, operands: Operands, config: GemmConfig, here: T
         with _beside(group, mine.out):
             steps.launch_push(here, part.out, owner, _num_feeders(group, config), world_size)
     _join(group)
-    steps.launch_sum(here, operands.out, max(1, sms_for(group) // 2), world_size)
+    steps.launch_sum(here, operands.out, _num_summers(group), world_size)
 
 
 def _copy_finished(group: Group, operands: Operands, rows: tuple[int, ...], strategy: str, config: GemmConfig) -> None:
@@ -244,7 +244,7 @@ def _copy_finished(group: Group, operands: Operands, rows: tuple[int, ...], stra
     owners = [(rank + 1 + hop) % world_size for hop in range(world_size - 1)]
     if strategy == "fused":
         # In front of what waits for it: a kernel that has to be loaded is not loaded while another waits.
-        launch_gemm(operands, STAGE, config, group=group, turn=here, releases=True)
+        launch_gemm(operands, STAGE, config, group=group, turn=here)
         num_columns = -(-out.shape[1] // config.block_n)
         with _beside(group, after=opened):
             for owner in owners:
@@ -252,18 +252,17 @@ def _copy_finished(group: Group, operands: Operands, rows: tuple[int, ...], stra
                     num_tiles = -(-rows[owner] // config.block_m) * num_columns
                     steps.launch_close(here, owner, num_tiles, world_size)
                 _send_shard(here, owner, out)
-        _join(group)
-        return
-    mine = dataclasses.replace(operands, out=here.staging(out.dtype, out.shape[1]))
-    for owner in owners:
-        multiply(group, _shard_of(mine, here, owner, mine.out), config)
-        with _beside(group):
-            _send_shard(here, owner, out)
-    own_slot = here.slot(rank, rank, out.dtype, out.shape[1], 0)
-    multiply(group, dataclasses.replace(_shard_of(mine, here, rank, mine.out), out=own_slot[: rows[rank]]), config)
-    here.flag(rank, 0).copy_(here.next, non_blocking=True)
+    else:
+        mine = dataclasses.replace(operands, out=here.staging(out.dtype, out.shape[1]))
+        for owner in owners:
+            multiply(group, _shard_of(mine, here, owner, mine.out), config)
+            with _beside(group):
+                _send_shard(here, owner, out)
+        own_slot = here.slot(rank, rank, out.dtype, out.shape[1], 0)
+        multiply(group, dataclasses.replace(_shard_of(mine, here, rank, mine.out), out=own_slot[: rows[rank]]), config)
+    # Before what has been sent is waited for: peers' sums come at the same time, the other way.
+    steps.launch_sum(here, out, _num_summers(group), world_size)
     _join(group)
-    steps.launch_sum(here, out, max(1, sms_for(group) // 2), world_size)
 
 
 def _shard_of(operands: Operands, here: Turn, owner: int, out: torch.Tensor) -> Operands:
@@ -291,6 +290,11 @@ def _own_part(operands: Operands, num_rows: int) -> Operands:
 def pipelined_tiles(config: GemmConfig) -> GemmConfig:
     """Tiles as large as they go: one announcement per shard, and on the CPU one product."""
     return dataclasses.replace(config, block_m=1024, block_n=1024)
+
+
+def _num_summers(group: Group) -> int:
+    """Programs that sum at the speed of memory. They wait, so there must be room beside them for who sends."""
+    return max(1, sms_for(group) // 2 if "same GPU" in group.traits.links else 2 * sms_for(group))
 
 
 def _num_feeders(group: Group, config: GemmConfig) -> int:

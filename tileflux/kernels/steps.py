@@ -181,7 +181,8 @@ def _sum_kernel(
 ):
     rank = word(table_ptr, RANK)
     epoch = current_epoch(table_ptr, WORLD)
-    for hop in range(WORLD):
+    # One's own are there: whoever brought them came before, on this stream.
+    for hop in range(1, WORLD):
         source = (rank + hop) % WORLD
         await_word(flag_word(table_ptr, rank, source, 0, WORLD), epoch + 1, source, table_ptr)
     first = slot(table_ptr, rank, tl.full((), 0, tl.int32), epoch, WORLD)

@@ -92,7 +92,10 @@ def scatter_tile(value, out, place, table, SPEC: tl.constexpr):
 
 @triton.jit
 def stage_tile(value, out, place, table, SPEC: tl.constexpr):
-    """For copies to send: into this rank's own memory, and counted. One's own tile is summed with all peers' shards."""
+    """For copies to send: into this rank's own memory, and counted. One's own tile goes to one's own slot.
+
+    Nothing is summed here: who waits for the last shard with tiles still to multiply would do both after it has come.
+    """
     rank = word(table, RANK)
     owner, first_row, row, column, num_rows, N, _, _ = place
     if owner != rank:
@@ -102,7 +105,6 @@ def stage_tile(value, out, place, table, SPEC: tl.constexpr):
     else:
         epoch = current_epoch(table, SPEC.world_size)
         _store(value, slot(table, rank, rank, epoch, SPEC.world_size), row, column, num_rows, N, SPEC)
-        _sum_own_tile(value.shape, out, place, 0, table, SPEC)
 
 
 @triton.jit

@@ -77,8 +77,9 @@ class Variant:
             if role is not gemm_launch.PLAIN:
                 plan = SimpleNamespace(rows=self.rows, num_chunks=1, chunk_rows=max(self.rows))
                 turn = SimpleNamespace(plan=plan, launches=Kept(), table=torch.zeros(1, dtype=torch.int64))
+        releases = turn is not None and role is not gemm_launch.STAGE  # whose call ends with the sum
         gemm_launch.launch_gemm(
-            operands, role, self.config, group=group, turn=turn, releases=turn is not None, load_only=True  # type: ignore[arg-type]
+            operands, role, self.config, group=group, turn=turn, releases=releases, load_only=True  # type: ignore[arg-type]
         )  # fmt: skip
 
 

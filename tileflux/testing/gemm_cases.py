@@ -46,7 +46,7 @@ def _spec(
     return make_spec(
         operands, role, config,
         world_size=1 if role is PLAIN else _WORLD, num_feeders=config.num_feeders if role.feeds else 0,
-        releases=role is not PLAIN and role is not GATHERED, use_tma=use_tma, records=records,
+        releases=role not in (PLAIN, GATHERED, STAGE), use_tma=use_tma, records=records,
     )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def _case(
         divisible_by_16=(),
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": MAX_REGISTERS},
         architectures=(arch,),
-        waits=waits and role is not GATHERED,
+        waits=waits and role not in (GATHERED, STAGE),
         signals=waits and role is not GATHERED,
     )
 
