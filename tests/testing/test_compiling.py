@@ -39,8 +39,9 @@ def make_problem(op: str = "ag_gemm", m: int = 4096, n: int = 6144, k: int = 122
 
 
 def make_group(by_copies: bool, is_virtual: bool = False) -> Any:
+    traits = SimpleNamespace(copies_need_sms=not by_copies, num_sms=132, links=())
     return SimpleNamespace(
-        stream=object() if is_virtual else None, traits=SimpleNamespace(copies_need_sms=not by_copies, num_sms=132, links=()),
+        stream=object() if is_virtual else None, traits=traits,
         device=torch.device("cuda"), world_size=4, rank=0,
     )  # fmt: skip
 
