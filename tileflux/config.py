@@ -144,8 +144,9 @@ class MailboxLayout:
 class ControlLayout:
     """The words by which the ranks of a fused op take turns with its buffers (see ``lang/turn.py``), 32 bits each.
 
-    ``epoch`` (calls this rank has finished), ``done`` (programs of the running launch that have ended) and ``next``
-    (what the flags of the running call are set to, for copies to carry) are private.
+    ``epoch`` (calls this rank has finished), ``done`` (programs of the running launch that have ended), ``next`` (what
+    the flags of the running call are set to, for copies to carry) and ``fetched`` (steps of the tile order that programs
+    of the running launch have taken, and some beyond its end) are private.
     ``ack`` has a word per peer: the calls that peer has finished. ``counters`` are private: feeders that have moved
     their part of a chunk, ``[world_size, MAX_CHUNKS]``.
     """
@@ -153,7 +154,8 @@ class ControlLayout:
     epoch: int = 0
     done: int = 1
     next: int = 2
-    ack: int = 3
+    fetched: int = 3
+    ack: int = 4
 
     def counters(self, world_size: int) -> int:
         """Index of the first counter."""

@@ -40,6 +40,7 @@ __all__ = [
     "STAGE",
     "launch_gemm",
     "num_programs",
+    "shares_gpu",
     "sms_for",
 ]
 
@@ -93,7 +94,7 @@ def launch_gemm(
         operands, role, config,
         world_size=1 if turn is None or group is None else group.world_size,
         num_feeders=num_feeders, releases=releases, use_tma=use_tma, plain=is_virtual,
-        records=current_recorder() is not None,
+        fetches=turn is not None and shares_gpu(group), records=current_recorder() is not None,
     )  # fmt: skip
     numbers = (num_rows, operands.num_columns, operands.depth, x.stride(0), operands.weight_stride)
 
@@ -183,7 +184,7 @@ def _family(operands: Operands, role: Role, config: GemmConfig, spec: GemmSpec) 
     make = functools.partial(
         make_spec, operands, role, config,
         world_size=spec.world_size, num_feeders=spec.num_feeders, releases=spec.releases, plain=True,
-        records=spec.records,
+        fetches=spec.fetches, records=spec.records,
     )  # fmt: skip
     with_tma = [dataclasses.replace(make(use_tma=True), out_aligned=aligned) for aligned in (True, False)]
     return [make(use_tma=False), *(with_tma if _has_tma(operands.x.device) else [])]
@@ -216,6 +217,11 @@ def sms_for(group: Group | None) -> int:
     if not _is_interpreted(group):
         return device_info.num_sms(torch.device("cuda", torch.cuda.current_device()))
     return 1
+
+
+def shares_gpu(group: Group | None) -> bool:
+    """Whether a peer's programs may hold the SMs that this rank's are to run on, so that some of them begin late."""
+    return group is not None and "same GPU" in group.traits.links
 
 
 def _is_interpreted(group: Group | None) -> bool:
