@@ -145,8 +145,8 @@ class ControlLayout:
     """The words by which the ranks of a fused op take turns with its buffers (see ``lang/turn.py``), 32 bits each.
 
     ``epoch`` (calls this rank has finished), ``done`` (programs of the running launch that have ended), ``next`` (what
-    the flags of the running call are set to, for copies to carry) and ``fetched`` (steps of the tile order that programs
-    of the running launch have taken, and some beyond its end) are private.
+    the flags of the running call are set to, for copies to carry) and ``fetched`` (how many steps of the tile order the
+    programs of the running launch have asked for) are private.
     ``ack`` has a word per peer: the calls that peer has finished. ``counters`` are private: feeders that have moved
     their part of a chunk, ``[world_size, MAX_CHUNKS]``.
     """

@@ -21,9 +21,7 @@ def spec_of(operands: Operands, role: Role = PLAIN, config: GemmConfig = CONFIG,
     return make_spec(operands, role, config, **given)
 
 
-def make(
-    m: int = 8, n: int = 32, k: int = 64, dtype: torch.dtype = torch.bfloat16, **others: object
-) -> Operands:
+def make(m: int = 8, n: int = 32, k: int = 64, dtype: torch.dtype = torch.bfloat16, **others: object) -> Operands:
     """Operands of these sizes, all aligned."""
     x, weight = torch.zeros(m, k).to(dtype), torch.zeros(n, k).to(dtype)
     width = n // 2 if others.get("activation") == "swiglu" else n
@@ -88,6 +86,7 @@ def test_roles_configs_and_worlds_make_variants() -> None:
         spec_of(operands, GATHER, world_size=4, num_feeders=3, releases=True),
         spec_of(operands, SCATTER, world_size=4, releases=True),
         spec_of(operands, SPREAD, world_size=4, releases=True),
+        spec_of(operands, SPREAD, world_size=4, releases=True, fetches=True),
         spec_of(operands, config=dataclasses.replace(CONFIG, block_n=32)),
         spec_of(operands, config=dataclasses.replace(CONFIG, group_m=1)),
     ]

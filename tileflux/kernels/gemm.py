@@ -3,6 +3,21 @@
 ORDER says which tile comes next (``lang/schedule.py``), WAIT what must have arrived before it, FINISH what happens to
 it (``lang/policy.py``). Every fused op is a choice of these; ``kernels/gemm_host.py`` keeps the contract on the CPU.
 Addresses and sizes are plain numbers that make no variant of the kernel; everything that does is in SPEC.
+
+Where a rank has its SMs to itself, a program takes every ``num_programs``-th step of the order. Where ranks share a GPU
+(``SPEC.fetches``) it may begin only when a program of another rank has ended; should that one wait for a tile of the
+late program, neither would ever end. So there programs fetch their steps from a counter, and those that run do the
+work. This cannot lock up, however few programs of each rank run, as long as there is one:
+
+- Steps are given out in sequence, to programs that run, and each does its own in sequence. So whoever waits in a step
+  holds only later ones, and every earlier step is done or with somebody else.
+- In ``twice_order`` only sums wait, for tiles that have been multiplied, and those come first on every rank: nobody who
+  waits holds one, so each is done by a program that runs and waits for nothing of this call. Then the waits end.
+- In ``departure_order`` the same holds: own tiles wait and come last, and tiles for peers are what is waited for.
+- In ``arrival_order`` nobody waits for a tile, but for feeders. These have the first numbers, since a GPU begins
+  programs in that order, and wait for nothing but acks of the call before.
+
+A program that begins when all steps are given out does nothing but leave.
 """
 
 import triton
