@@ -51,6 +51,9 @@ def test_every_schedule_of_ranks_that_share_a_gpu_gives_the_right_result(protoco
 
 def _fetch(group: Group, seed: int) -> None:
     """Interpreted programs run one after the other: the second that multiplies begins when the first has ended."""
+    from tileflux.testing import interpreter
+
+    interpreter.install()
     with (
         env.scoped({"TILEFLUX_CPU_BACKEND": "interpret"}),
         mock.patch.object(gemm_launch, "shares_gpu", lambda group: True),
@@ -65,11 +68,9 @@ def _fetch(group: Group, seed: int) -> None:
 @interpreted
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_programs_that_run_do_the_tiles_of_those_that_have_not_begun(world_size: int) -> None:
-    from tileflux.testing import interpreter
-
-    interpreter.install()
     seed = int(torch.randint(2**20, ()))
-    run_ranks(_fetch, world_size, args=(seed,), group_kwargs={"timeout_s": 30.0}, timeout_s=120)
+    # Fresh processes: forked after the threads of a simulation have multiplied, a rank may spin in MKL for ever.
+    run_ranks(_fetch, world_size, args=(seed,), where="spawn", device="cpu", timeout_s=120)
 
 
 def draw(seed: int, *shape: int, largest: int = 2) -> torch.Tensor:
