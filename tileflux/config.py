@@ -144,8 +144,9 @@ class MailboxLayout:
 class ControlLayout:
     """The words by which the ranks of a fused op take turns with its buffers (see ``lang/turn.py``), 32 bits each.
 
-    ``epoch`` (calls this rank has finished), ``done`` (programs of the running launch that have ended) and ``next``
-    (what the flags of the running call are set to, for copies to carry) are private.
+    ``epoch`` (calls this rank has finished), ``done`` (programs of the running launch that have ended), ``next`` (what
+    the flags of the running call are set to, for copies to carry) and ``fetched`` (how many steps of the tile order the
+    programs of the running launch have asked for) are private.
     ``ack`` has a word per peer: the calls that peer has finished. ``counters`` are private: feeders that have moved
     their part of a chunk, ``[world_size, MAX_CHUNKS]``.
     """
@@ -153,7 +154,8 @@ class ControlLayout:
     epoch: int = 0
     done: int = 1
     next: int = 2
-    ack: int = 3
+    fetched: int = 3
+    ack: int = 4
 
     def counters(self, world_size: int) -> int:
         """Index of the first counter."""
@@ -227,6 +229,9 @@ class GemmConfig:
     group's share of it, has; under Triton's interpreter it is for the simulator, which runs programs side by side. All
     ranks of a call use the same numbers.
 
+    ``fetches``: where ranks share a GPU, programs take tiles as they come, so that one that starts late, because
+    another rank holds its SM, holds nobody up.
+
     Two are for Hopper: with ``hopper`` its own loop runs what it takes, and ``streams`` then has programs share out the
     tiles that do not come out even along K too. Which tiles are cut depends on their order, so that a result may differ
     in rounding from op to op.
@@ -241,6 +246,7 @@ class GemmConfig:
     num_feeders: int = 4
     num_chunks: int = 1
     num_sms: int | None = None
+    fetches: bool = False
     hopper: bool = False
     streams: bool = False
 

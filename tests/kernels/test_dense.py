@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
 
 import tileflux
 from tileflux import GemmConfig, env
-from tileflux.kernels import dense, library
+from tileflux.config import CONTROL
+from tileflux.kernels import dense, gemm_launch, library, turns
 from tileflux.kernels.dense import gather_rows, run_gather, run_scatter, run_spread
 from tileflux.kernels.operands import Operands
 from tileflux.symm.group import Group
@@ -36,6 +38,39 @@ def test_every_schedule_gives_the_right_result(protocol: str, world_size: int) -
 @pytest.mark.parametrize("protocol", ["ag_gemm fused", "gemm_rs fused", "gemm_ar one_shot", "mixed"])
 def test_every_schedule_of_a_large_world_gives_the_right_result(protocol: str) -> None:
     simulate_protocol(protocol, 8, 0)
+
+
+@interpreted
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("protocol", ["ag_gemm fused", "gemm_rs fused", "gemm_ar one_shot", "many tiles", "mixed"])
+def test_every_schedule_of_ranks_that_share_a_gpu_gives_the_right_result(protocol: str, world_size: int) -> None:
+    """Tiles are fetched, and some programs begin very late, or only when there is nothing left to do."""
+    for seed in range(max(2, NUM_SEEDS[world_size] // 2)):
+        simulate_protocol(protocol, world_size, seed, fetches=True, starved=True)
+
+
+def _fetch(group: Group, seed: int) -> None:
+    """Interpreted programs run one after the other: the second that multiplies begins when the first has ended."""
+    from tileflux.testing import interpreter
+
+    interpreter.install()
+    with (
+        env.scoped({"TILEFLUX_CPU_BACKEND": "interpret"}),
+        mock.patch.object(gemm_launch, "fetches_tiles", lambda group, config: True),
+    ):
+        for number, call in enumerate((*PROTOCOLS["many tiles"], *PROTOCOLS["gemm_rs fused"])):
+            call.run(group, seed + number)
+    used = [each._control.view(dtype=torch.int32) for each in turns._turns[group].values()]
+    assert len(used) >= 3 and all(words[CONTROL.epoch] > 0 for words in used)
+    assert all(words[CONTROL.fetched] == words[CONTROL.done] == 0 for words in used)
+
+
+@interpreted
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_programs_that_run_do_the_tiles_of_those_that_have_not_begun(world_size: int) -> None:
+    seed = int(torch.randint(2**20, ()))
+    # Fresh processes: forked after the threads of a simulation have multiplied, a rank may spin in MKL for ever.
+    run_ranks(_fetch, world_size, args=(seed,), where="spawn", device="cpu", timeout_s=120)
 
 
 def draw(seed: int, *shape: int, largest: int = 2) -> torch.Tensor:

@@ -43,12 +43,12 @@ def _gang_gemm_kernel(
     )  # fmt: skip
 
 
-def _launch(groups, role: Role, operands: list[Operands], turns, num_rows: int) -> None:
+def _launch(groups, role: Role, operands: list[Operands], turns, num_rows: int, fetches: bool) -> None:
     """One launch that does on all ranks what ``launch_gemm`` does on one."""
     num_feeders = CONFIG.num_feeders if role.feeds else 0
     spec = make_spec(
         operands[0], role, CONFIG,
-        world_size=len(groups), num_feeders=num_feeders, releases=True, use_tma=False, plain=True,
+        world_size=len(groups), num_feeders=num_feeders, releases=True, use_tma=False, plain=True, fetches=fetches,
     )  # fmt: skip
     rows = [
         [each.x.data_ptr(), each.weight.data_ptr(), each.out.data_ptr(), each.x.stride(0), each.weight_stride,
@@ -66,8 +66,9 @@ def _launch(groups, role: Role, operands: list[Operands], turns, num_rows: int) 
             group.ensure_usable()
 
 
+@pytest.mark.parametrize("fetches", [False, True], ids=["dealt", "fetched"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_gather(world_size: int) -> None:
+def test_gather(world_size: int, fetches: bool) -> None:
     groups = tileflux.local_groups(world_size, "cuda", timeout_s=60)
     for call, (m, n, k) in enumerate([(70, 40, 48), (33, 64, 31), (200, 33, 64)]):
         rows = split_rows(m, world_size)
@@ -78,16 +79,17 @@ def test_gather(world_size: int) -> None:
             Operands(x.contiguous(), weight, poisoned((m, n), torch.bfloat16, "cuda"))
             for x, weight in zip(whole.split(rows), weights, strict=True)
         ]
-        _launch(groups, GATHER, operands, turns, m)
+        _launch(groups, GATHER, operands, turns, m, fetches)
         for each in operands:
             assert_close(each.out, whole.float() @ each.weight.float().t(), reduction=k, what=f"call {call}")
     for group in groups:
         group.close()
 
 
+@pytest.mark.parametrize("fetches", [False, True], ids=["dealt", "fetched"])
 @pytest.mark.parametrize("role", [SCATTER, SPREAD], ids=["scatter", "spread"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_sums(world_size: int, role: Role) -> None:
+def test_sums(world_size: int, role: Role, fetches: bool) -> None:
     groups = tileflux.local_groups(world_size, "cuda", timeout_s=60)
     for call, (m, n, k) in enumerate([(70, 40, 48), (33, 64, 31), (100, 33, 64)]):
         rows = split_rows(m, world_size)
@@ -103,7 +105,7 @@ def test_sums(world_size: int, role: Role) -> None:
             Operands(x, weight, poisoned(part.shape, torch.bfloat16, "cuda"))
             for x, weight, part in zip(xs, weights, parts, strict=True)
         ]
-        _launch(groups, role, operands, turns, m)
+        _launch(groups, role, operands, turns, m, fetches)
         for each, part in zip(operands, parts, strict=True):
             assert_close(each.out, part, reduction=k * world_size, what=f"call {call}")
     for group in groups:

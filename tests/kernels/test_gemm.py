@@ -6,15 +6,23 @@ import dataclasses
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tileflux
 from tileflux import env
-from tileflux.config import GemmConfig
+from tileflux.config import CONTROL, GemmConfig
+from tileflux.errors import PeerTimeout
 from tileflux.kernels import gemm_host, gemm_launch
-from tileflux.kernels.gemm_launch import PLAIN, launch_gemm
-from tileflux.kernels.operands import Operands
+from tileflux.kernels.gemm_launch import PLAIN, SCATTER, launch_gemm
+from tileflux.kernels.operands import Operands, Role
+from tileflux.kernels.turns import gather_shards, scatter_shards, turn
 from tileflux.lang import signal as lang_signal
+from tileflux.lang.policy import store_tile, wait_for_nothing
+from tileflux.lang.schedule import arrival_order, replay
+from tileflux.lang.turn import _FETCHED, RANK, _control, word
 from tileflux.symm.group import Group
 from tileflux.testing import assert_close, nan_like, poisoned
 from tileflux.testing.dense import (
@@ -159,6 +167,51 @@ def test_int8_is_summed_in_integers() -> None:
     launch_gemm(Operands(x, weight, out, scale_x=torch.tensor(2.0**-6)), PLAIN, CONFIG, use_tma=False)
     right = (x.double() @ weight.double().t()).float() * 2.0**-6
     assert torch.equal(out, right)
+
+
+@triton.jit
+def _store_count(value, out, place, table, SPEC: tl.constexpr):
+    """Instead of the product: how many steps had been fetched when it was finished."""
+    fetched = tl.load(_control(table, word(table, RANK), SPEC.world_size) + _FETCHED)
+    store_tile(value * 0 + fetched, out, place, table, SPEC)
+
+
+@pytest.mark.parametrize("releases", [False, True])
+def test_a_program_fetches_one_step_ahead_and_no_more(monkeypatch: pytest.MonkeyPatch, releases: bool) -> None:
+    """Interpreted programs run one after the other, so the first has all tiles; the others leave at once."""
+    monkeypatch.setattr(gemm_launch, "fetches_tiles", lambda group, config: True)
+    groups = tileflux.local_groups(2)
+    here = turn(groups[0], gather_shards("counts", (30, 40), 64, False, 1))
+    operands = Operands(torch.randn(70, 16), torch.randn(90, 16), poisoned((70, 90), torch.float32))
+    role = Role("counts", arrival_order, wait_for_nothing, _store_count, is_sharded=False)
+    num_m, num_n = 5, 3
+    order = replay(arrival_order)
+    for _ in range(2):
+        operands.out.fill_(float("nan"))
+        launch_gemm(operands, role, CONFIG, group=groups[0], turn=here, releases=releases)
+        for step in range(num_m * num_n):
+            _, _, m, n, _ = order(step, 0, 1, 1, num_m, num_n, CONFIG.group_m)
+            tile = operands.out[16 * m : 16 * (m + 1), 32 * n : 32 * (n + 1)]
+            assert tile.eq(step + 2).all(), f"step {step}: itself, those before, and the next one"
+        words = here._control.view(dtype=torch.int32)
+        assert words[CONTROL.fetched] == words[CONTROL.done] == 0, "ready for the next launch"
+    assert here.epoch() == (2 if releases else 0)
+    for group in groups:
+        group.close()
+
+
+def test_a_call_that_gives_up_leaves_no_count_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_launch, "fetches_tiles", lambda group, config: True)
+    groups = tileflux.local_groups(2, timeout_s=0.2)
+    turns = [turn(group, scatter_shards("gemm_rs", (30, 40), 90, 4, CONFIG)) for group in groups]
+    operands = Operands(torch.randn(70, 16), torch.randn(90, 16), poisoned((30, 90), torch.float32))
+    launch_gemm(operands, SCATTER, CONFIG, group=groups[0], turn=turns[0], releases=True)
+    with pytest.raises(PeerTimeout, match="rank 1"):
+        groups[0].synchronize()
+    words = turns[0]._control.view(dtype=torch.int32)
+    assert words[CONTROL.fetched] == words[CONTROL.done] == 0 and words[CONTROL.epoch] == 1
+    for group in groups:
+        group.close()
 
 
 def _gather_whole_tiles(group: Group, seed: int) -> None:

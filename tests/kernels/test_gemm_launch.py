@@ -13,9 +13,20 @@ from hypothesis import strategies as st
 import tileflux
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_launch
-from tileflux.kernels.gemm_launch import GATHER, GATHERED, PLAIN, SCATTER, SPREAD, num_programs, sms_for
+from tileflux.kernels.gemm_launch import (
+    GATHER,
+    GATHERED,
+    PLAIN,
+    SCATTER,
+    SPREAD,
+    launch_gemm,
+    num_programs,
+    shares_gpu,
+    sms_for,
+)
 from tileflux.kernels.operands import Operands, make_spec
 from tileflux.kernels.turns import gather_shards, scatter_shards, spread_shards
+from tileflux.kernels.turns import turn as make_turn
 
 CONFIG = GemmConfig(block_m=16, block_n=32, num_feeders=4)
 rows = st.lists(st.integers(0, 600), min_size=2, max_size=9).filter(any).map(tuple)
@@ -68,6 +79,48 @@ def test_a_groups_share_of_the_gpu_bounds_its_programs() -> None:
     assert num_programs(CONFIG, group, SCATTER, 1280, 64, turn) == (0, 6)
 
 
+@pytest.mark.parametrize(
+    ("links", "shares"),
+    [
+        (("self", "same GPU"), True),
+        (("NVLink", "self", "same GPU", "NVLink"), True),
+        (("self", "NVLink"), False),
+        (("PCIe", "self"), False),
+        (("self", "shared memory"), False),
+        (("self", "same process"), False),
+    ],
+)
+def test_who_shares_a_gpu_is_told_by_the_links(links: tuple[str, ...], shares: bool) -> None:
+    assert shares_gpu(SimpleNamespace(traits=SimpleNamespace(links=links))) == shares
+    assert not shares_gpu(None)
+
+
+class _Launched(Exception):
+    """Instead of a launch."""
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_tiles_are_fetched_where_ranks_share_a_gpu_and_take_turns(
+    monkeypatch: pytest.MonkeyPatch, shares: bool
+) -> None:
+    asked = []
+
+    def note(*arguments: object, fetches: bool, **settings: object) -> None:
+        asked.append(fetches)
+        raise _Launched
+
+    monkeypatch.setattr(gemm_launch, "make_spec", note)
+    monkeypatch.setattr(gemm_launch, "fetches_tiles", lambda group, config: shares)
+    groups = tileflux.local_groups(2)
+    here = make_turn(groups[0], gather_shards("op", (20, 20), 128, False, 1))
+    for role, used in ((GATHER, here), (GATHERED, here), (SCATTER, here), (SPREAD, here), (PLAIN, None)):
+        with pytest.raises(_Launched):
+            launch_gemm(make(40, 24, 64), role, CONFIG, group=groups[0], turn=used)
+    assert asked == [shares] * 4 + [False]
+    for group in groups:
+        group.close()
+
+
 def make(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Operands:
     """Operands of these sizes."""
     return Operands(torch.zeros(m, k, dtype=dtype), torch.zeros(n, k, dtype=dtype), torch.zeros(m, n, dtype=dtype))
@@ -116,10 +169,13 @@ def test_descriptors_cover_what_is_there() -> None:
     assert gathered.base.data_ptr() == buffer.data_ptr()
 
 
+@pytest.mark.parametrize("fetches", [False, True])
 @pytest.mark.parametrize("has_tma", [False, True])
-def test_virtual_ranks_load_whatever_one_of_them_may_need(monkeypatch: pytest.MonkeyPatch, has_tma: bool) -> None:
+def test_virtual_ranks_load_whatever_one_of_them_may_need(
+    monkeypatch: pytest.MonkeyPatch, has_tma: bool, fetches: bool
+) -> None:
     monkeypatch.setattr(gemm_launch, "_has_tma", lambda device: has_tma)
-    settings = {"world_size": 4, "num_feeders": 2, "releases": True}
+    settings = {"world_size": 4, "num_feeders": 2, "releases": True, "fetches": fetches}
     for operands in (make(20, 24, 64), make(20, 23, 64), make(20, 24, 63)):
         mine = make_spec(operands, GATHER, CONFIG, use_tma=False, plain=True, **settings)
         family = set(gemm_launch._family(operands, GATHER, CONFIG, mine))

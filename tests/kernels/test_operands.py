@@ -86,6 +86,7 @@ def test_roles_configs_and_worlds_make_variants() -> None:
         spec_of(operands, GATHER, world_size=4, num_feeders=3, releases=True),
         spec_of(operands, SCATTER, world_size=4, releases=True),
         spec_of(operands, SPREAD, world_size=4, releases=True),
+        spec_of(operands, SPREAD, world_size=4, releases=True, fetches=True),
         spec_of(operands, config=dataclasses.replace(CONFIG, block_n=32)),
         spec_of(operands, config=dataclasses.replace(CONFIG, group_m=1)),
     ]

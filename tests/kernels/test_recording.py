@@ -13,6 +13,7 @@ import torch
 import tileflux
 from tileflux import env
 from tileflux.config import TRACE, GemmConfig
+from tileflux.kernels import gemm_launch
 from tileflux.kernels import recording as module
 from tileflux.kernels.gemm_launch import GATHER, PLAIN, SCATTER, SPREAD, launch_gemm
 from tileflux.kernels.operands import Operands
@@ -157,11 +158,13 @@ def check_arrivals(found: list[list[Launch]]) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("fetches", [False, True], ids=["dealt", "fetched"])
 @pytest.mark.parametrize("op", CALLS)
-def test_an_interpreted_launch_among_virtual_ranks(op: str) -> None:
+def test_an_interpreted_launch_among_virtual_ranks(monkeypatch: pytest.MonkeyPatch, op: str, fetches: bool) -> None:
     from tileflux.testing import interpreter
 
     interpreter.install()
+    monkeypatch.setattr(gemm_launch, "fetches_tiles", lambda group, config: fetches)
     seed = int(torch.randint(2**31, ()))
     with env.scoped({"TILEFLUX_CPU_BACKEND": "interpret"}):
         found = run_ranks(_record, 3, args=(op, seed), where="virtual", timeout_s=120)

@@ -217,6 +217,6 @@ def test_a_wait_in_vain_names_what_it_waited_for() -> None:
 
 
 def test_words_in_words() -> None:
-    texts = [turns._describe_control(2, 4 * index) for index in range(6)]
-    assert texts == ["epoch", "done", "next", "ack[rank 0]", "ack[rank 1]", "counter"]
+    texts = [turns._describe_control(2, 4 * index) for index in range(7)]
+    assert texts == ["epoch", "done", "next", "fetched", "ack[rank 0]", "ack[rank 1]", "counter"]
     assert turns._describe_flag(4, 4 * 11) == "2 of rank 3"

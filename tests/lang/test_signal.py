@@ -11,8 +11,9 @@ import triton.language as tl
 import tileflux
 from tileflux import env
 from tileflux.errors import GroupBroken, PeerTimeout
-from tileflux.lang.signal import signal, wait
+from tileflux.lang.signal import signal, take, taken, wait
 from tileflux.testing import interpreter
+from tileflux.testing.simulator import Simulator
 
 pytestmark = pytest.mark.skipif(not env.interpreting(), reason="kernels were not decorated for the interpreter")
 
@@ -27,6 +28,24 @@ def _wait_kernel(out_ptr, data, flag, wanted, peer, guard, op):
 def _signal_kernel(data, flag, number, value):
     tl.store(data.to(tl.pointer_type(tl.int32)), number)
     signal(flag.to(tl.pointer_type(tl.int32)), value)
+
+
+@triton.jit
+def _take_kernel(out_ptr, counter_ptr):
+    for i in range(4):
+        ticket = take(counter_ptr)
+        tl.store(out_ptr + tl.program_id(0) * 4 + i, taken(ticket))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_number_is_taken_once_and_a_program_takes_growing_ones(seed: int) -> None:
+    simulator = Simulator(seed)
+    counter = simulator.share(torch.full((3,), 5, dtype=torch.int32), "counter")
+    out = torch.full((3, 4), -1, dtype=torch.int32)
+    simulator.spawn(lambda: _take_kernel[(3,)](out, counter[1:]))
+    simulator.run()
+    assert sorted(out.flatten().tolist()) == list(range(5, 17))
+    assert out.diff(dim=1).gt(0).all() and counter.tolist() == [5, 17, 5]
 
 
 @pytest.fixture

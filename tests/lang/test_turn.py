@@ -13,6 +13,7 @@ from tileflux.config import CONTROL, MAX_CHUNKS
 from tileflux.kernels.turns import Turn, gather_shards
 from tileflux.kernels.turns import turn as make_turn
 from tileflux.lang import turn as lang_turn
+from tileflux.lang.signal import taken
 from tileflux.lang.turn import (
     ack_word,
     close_shard,
@@ -20,7 +21,9 @@ from tileflux.lang.turn import (
     current_epoch,
     data,
     feed,
+    fetch,
     flag_word,
+    leave,
     open_call,
     release,
     shard,
@@ -191,6 +194,47 @@ def test_peers_are_told_by_the_last_program_alone() -> None:
         assert words[CONTROL.epoch] == 0 and told[CONTROL.ack] == 0
         _partial_release_kernel[(3,)](turns[0].table, index, index + 1, 2)
     assert words[CONTROL.epoch] == 1 and told[CONTROL.ack] == 1 and words[CONTROL.done] == 0
+
+
+@triton.jit
+def _fetch_kernel(out_ptr, table_ptr, WORLD: tl.constexpr):
+    first = taken(fetch(table_ptr, WORLD))
+    ticket = fetch(table_ptr, WORLD)
+    tl.store(out_ptr + 2 * tl.program_id(0), first)
+    tl.store(out_ptr + 2 * tl.program_id(0) + 1, taken(ticket))
+
+
+@triton.jit
+def _leave_kernel(out_ptr, table_ptr, first, end, WORLD: tl.constexpr):
+    if (tl.program_id(0) >= first) & (tl.program_id(0) < end):
+        tl.store(out_ptr + tl.program_id(0), leave(table_ptr, WORLD))
+
+
+def test_steps_are_counted_in_the_ranks_own_word() -> None:
+    turns = make_turns((3, 3, 3))
+    out = torch.full((6,), -1, dtype=torch.int32)
+    _fetch_kernel[(3,)](out, turns[1].table, 3)
+    assert out.tolist() == [0, 1, 2, 3, 4, 5]
+    words = [turn._control.view(dtype=torch.int32) for turn in turns]
+    assert [int(each[CONTROL.fetched]) for each in words] == [0, 6, 0]
+    assert all(each.count_nonzero() == (rank == 1) for rank, each in enumerate(words)), "and nowhere else"
+
+
+@pytest.mark.parametrize("releases", [False, True])
+def test_the_last_program_of_a_launch_sets_the_count_of_steps_back(releases: bool) -> None:
+    turns = make_turns((3, 3))
+    words, told = turns[0]._control.view(dtype=torch.int32), turns[1]._control.view(dtype=torch.int32)
+    was_last = torch.full((3,), -1, dtype=torch.int32)
+    words[CONTROL.fetched] = 11
+    for index in range(3):
+        assert words[CONTROL.fetched] == 11, "programs that have not left may still fetch"
+        if releases:
+            _partial_release_kernel[(3,)](turns[0].table, index, index + 1, 2)
+        else:
+            _leave_kernel[(3,)](was_last, turns[0].table, index, index + 1, 2)
+    assert words[CONTROL.fetched] == 0 and words[CONTROL.done] == 0
+    assert words[CONTROL.epoch] == told[CONTROL.ack] == int(releases), "nobody is told where the call goes on"
+    assert releases or was_last.tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize(("owner", "other", "index"), [(0, 1, 0), (2, 0, 3), (1, 2, 15)])

@@ -17,8 +17,21 @@ from tileflux.kernels.turns import Turn
 from tileflux.lang import policy, turn
 from tileflux.lang.policy import _store, _sum_tile, _wait, slot
 from tileflux.lang.remote import copy_run, part
-from tileflux.lang.signal import signal
-from tileflux.lang.turn import RANK, SCALES, SLOT_BYTES, ack_word, current_epoch, data, entry, flag_word, word
+from tileflux.lang.signal import arrive, signal
+from tileflux.lang.turn import (
+    _DONE,
+    _FETCHED,
+    RANK,
+    SCALES,
+    SLOT_BYTES,
+    _control,
+    ack_word,
+    current_epoch,
+    data,
+    entry,
+    flag_word,
+    word,
+)
 from tileflux.testing import dense_protocols
 from tileflux.testing.dense_protocols import PROTOCOLS, Call, calls, simulate_protocol
 
@@ -135,6 +148,57 @@ def test_planted_bug_is_found(monkeypatch: Patch, bug: str) -> None:
     with pytest.raises((DataRace, Deadlock, AssertionError)):
         for seed in range(8):
             simulate_protocol(protocol, world_size, seed)
+
+
+@triton.jit
+def _forgetful_leave(table, WORLD: tl.constexpr):
+    return arrive(_control(table, word(table, RANK), WORLD) + _DONE, tl.num_programs(0))
+
+
+@triton.jit
+def _hasty_leave(table, WORLD: tl.constexpr):
+    control = _control(table, word(table, RANK), WORLD)
+    tl.store(control + _FETCHED, 0)
+    return arrive(control + _DONE, tl.num_programs(0))
+
+
+@triton.jit
+def _take_in_two_steps(counter):
+    before = tl.load(counter)
+    tl.store(counter, before + 1)
+    return before + tl.arange(0, 512) * 0
+
+
+def _plant_leave(leave: Any) -> Callable[[Patch], None]:
+    def plant(patch: Patch) -> None:
+        patch.setattr(turn, "leave", leave)
+        patch.setattr(gemm, "leave", leave)
+
+    return plant
+
+
+FETCHING_BUGS: dict[str, Callable[[Patch], None]] = {
+    "the count is not set back": _plant_leave(_forgetful_leave),
+    "the first program sets the count back": _plant_leave(_hasty_leave),
+    "two programs may take the same step": lambda patch: patch.setattr(turn, "take", _take_in_two_steps),
+}
+
+
+@pytest.mark.parametrize("bug", FETCHING_BUGS)
+def test_planted_bug_of_fetching_is_found(monkeypatch: Patch, bug: str) -> None:
+    FETCHING_BUGS[bug](monkeypatch)
+    with pytest.raises((DataRace, Deadlock, AssertionError)):
+        for seed in range(8):
+            simulate_protocol("many tiles", 2, seed, fetches=True)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_tiles_dealt_out_to_programs_that_do_not_begin_are_a_deadlock(world_size: int) -> None:
+    """Why tiles are fetched where ranks share a GPU."""
+    simulate_protocol("many tiles", world_size, 0)
+    with pytest.raises(Deadlock, match="another program of its launch to end"):
+        for seed in range(8):
+            simulate_protocol("many tiles", world_size, seed, starved=True)
 
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "gemm_ar"])

@@ -370,3 +370,31 @@ def test_flags_are_compared_across_the_wrap() -> None:
 @triton.jit
 def _await_value(flag, value):
     _await(flag, value)
+
+
+@triton.jit
+def _from_the_last(flags, NUM: tl.constexpr):
+    """Every program waits for the one behind it."""
+    pid = tl.program_id(0)
+    if pid < NUM - 1:
+        _await(flags + pid + 1, 1)
+    signal(flags + pid, 1)
+
+
+def _run_from_the_last(seed: int, starved: bool) -> str:
+    simulator = Simulator(seed, starved=starved)
+    flags = simulator.share(torch.zeros(4, dtype=torch.int32), "flags", lambda offset: f"of program {offset // 4}")
+    simulator.spawn(lambda: _from_the_last[(4,)](flags, 4))
+    try:
+        simulator.run()
+    except Deadlock as error:
+        return str(error)
+    return "ended"
+
+
+def test_starved_programs_begin_when_others_of_their_launch_have_ended() -> None:
+    assert {_run_from_the_last(seed, False) for seed in range(4)} == {"ended"}
+    locked = [end for seed in range(12) if (end := _run_from_the_last(seed, True)) != "ended"]
+    assert 0 < len(locked) < 12, "as many programs run at a time as the seed says"
+    assert all("_from_the_last[0] waits for flags.of program 1" in end for end in locked), "the first always runs"
+    assert all("[3] waits for another program of its launch to end" in end for end in locked)

@@ -3,6 +3,21 @@
 ORDER says which tile comes next (``lang/schedule.py``), WAIT what must have arrived before it, FINISH what happens to
 it (``lang/policy.py``). Every fused op is a choice of these; ``kernels/gemm_host.py`` keeps the contract on the CPU.
 Addresses and sizes are plain numbers that make no variant of the kernel; everything that does is in SPEC.
+
+Where a rank has its SMs to itself, a program takes every ``num_programs``-th step of the order. Where ranks share a GPU
+(``SPEC.fetches``) it may begin only when a program of another rank has ended; should that one wait for a tile of the
+late program, neither would ever end. So there programs fetch their steps from a counter, and those that run do the
+work. This cannot lock up, however few programs of each rank run, as long as there is one:
+
+- Steps are given out in sequence, to programs that run, and each does its own in sequence. So whoever waits in a step
+  holds only later ones, and every earlier step is done or with somebody else.
+- In ``twice_order`` only sums wait, for tiles that have been multiplied, and those come first on every rank: nobody who
+  waits holds one, so each is done by a program that runs and waits for nothing of this call. Then the waits end.
+- In ``departure_order`` the same holds: own tiles wait and come last, and tiles for peers are what is waited for.
+- In ``arrival_order`` nobody waits for a tile, but for feeders. These have the first numbers, since a GPU begins
+  programs in that order, and wait for nothing but acks of the call before.
+
+A program that begins when all steps are given out does nothing but leave.
 """
 
 import triton
@@ -10,9 +25,22 @@ import triton.language as tl
 
 from tileflux.lang.epilogue import activate, scaled
 from tileflux.lang.remote import typed
-from tileflux.lang.signal import clock_ns
+from tileflux.lang.signal import clock_ns, taken
 from tileflux.lang.trace import note_tile
-from tileflux.lang.turn import CHUNK_ROWS, NUM_CHUNKS, RANK, SCALES, confirm_call, data, feed, release, shard, word
+from tileflux.lang.turn import (
+    CHUNK_ROWS,
+    NUM_CHUNKS,
+    RANK,
+    SCALES,
+    confirm_call,
+    data,
+    feed,
+    fetch,
+    leave,
+    release,
+    shard,
+    word,
+)
 
 __all__ = ["NUMBERS"]
 
@@ -63,6 +91,8 @@ def _gemm_kernel(
         )  # fmt: skip
     if SPEC.releases:
         release(table_ptr, SPEC.world_size)
+    elif SPEC.fetches:
+        leave(table_ptr, SPEC.world_size)
     elif SPEC.has_table:
         confirm_call(table_ptr)
 
@@ -73,7 +103,6 @@ def _multiply_tiles(
     table, ORDER: tl.constexpr, WAIT: tl.constexpr, FINISH: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Every tile of this program, in the order's sequence."""
-    stride_a, stride_b = strides
     rank, num_chunks, chunk_rows = _cut(M, table, SPEC)
     num_m = tl.cdiv(chunk_rows, SPEC.block_m)
     num_n = tl.cdiv(N, SPEC.block_n)
@@ -81,45 +110,77 @@ def _multiply_tiles(
         # A rank without columns still waits for everybody's rows: its buffer is not free before they have come.
         num_n = tl.maximum(num_n, 1)
     num_steps = SPEC.num_turns * SPEC.num_shards * num_chunks * num_m * num_n
+    cut = (rank, num_chunks, chunk_rows, num_m, num_n)
+    addresses = (a, b, out, bias, scale_a, scale_b)
+    descriptors = (a_desc, rows_desc, b_desc)
     ready = num_steps * 0 - 1
-    for step in range(program, num_steps, tl.num_programs(0) - SPEC.num_feeders):
-        owner, chunk, m, n, turn = ORDER(step, rank, SPEC.num_shards, num_chunks, num_m, num_n, SPEC.group_m)
-        first_row, num_rows = _shard(owner, M, table, SPEC)
-        row = chunk * chunk_rows + m * SPEC.block_m
-        # No tile goes past its chunk: the rows behind it are another flag's.
-        end = min(num_rows, (chunk + 1) * chunk_rows)
-        if row < end:
-            if SPEC.records:
-                begin = clock_ns()
-            slab = owner * num_chunks + chunk
-            if slab != ready:
-                WAIT(table, owner, chunk, SPEC)
-                ready = slab
-            if SPEC.records:
-                start = clock_ns()
-            column = n * SPEC.block_n
-            buffer, scales, pitch, a_row = _a_rows(a, scale_a, stride_a, K, table, owner, rank, first_row, row, SPEC)
-            if SPEC.use_tma:
-                desc = a_desc
-                if SPEC.gathers:  # noqa: SIM102
-                    if owner != rank:
-                        desc = rows_desc
-            else:
-                desc = a_desc
-            # A tile that is only to be summed multiplies nothing.
-            depth = K * (1 - turn)
-            total, gate = _multiply(
-                buffer, a_row, a_row + end - row, b, column, N, depth, pitch, stride_b, desc, b_desc, SPEC
-            )
-            if SPEC.records:
-                computed = clock_ns()
-            rows = a_row + tl.arange(0, SPEC.block_m)
-            value = _epilogue(total, gate, rows, a_row + end - row, column, N, scales, scale_b, bias, SPEC)
-            number = (chunk * num_m + m) * num_n + n
-            place = (owner, first_row, row, column, end, N, number, turn)
-            FINISH(value, out, place, table, SPEC)
-            if SPEC.records:
-                note_tile(trace, SPEC.world_size, step, program, owner, chunk, m, n, turn, begin, start, computed)
+    if SPEC.fetches:
+        step = taken(fetch(table, SPEC.world_size))
+        while step < num_steps:
+            # One ahead, so that it is there when this tile is done, and no further: a slow program would keep tiles.
+            ticket = fetch(table, SPEC.world_size)
+            ready = _tile(
+                step, ready, program, cut, addresses, (M, N, K), strides, descriptors, trace, table,
+                ORDER, WAIT, FINISH, SPEC,
+            )  # fmt: skip
+            step = taken(ticket)
+    else:
+        for step in range(program, num_steps, tl.num_programs(0) - SPEC.num_feeders):
+            ready = _tile(
+                step, ready, program, cut, addresses, (M, N, K), strides, descriptors, trace, table,
+                ORDER, WAIT, FINISH, SPEC,
+            )  # fmt: skip
+
+
+@triton.jit
+def _tile(
+    step, ready, program, cut, addresses, sizes, strides, descriptors, trace, table,
+    ORDER: tl.constexpr, WAIT: tl.constexpr, FINISH: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """The tile of a step. ``ready`` is the chunk that this program has waited for last; returns it anew."""
+    rank, num_chunks, chunk_rows, num_m, num_n = cut
+    a, b, out, bias, scale_a, scale_b = addresses
+    M, N, K = sizes
+    stride_a, stride_b = strides
+    a_desc, rows_desc, b_desc = descriptors
+    owner, chunk, m, n, turn = ORDER(step, rank, SPEC.num_shards, num_chunks, num_m, num_n, SPEC.group_m)
+    first_row, num_rows = _shard(owner, M, table, SPEC)
+    row = chunk * chunk_rows + m * SPEC.block_m
+    # No tile goes past its chunk: the rows behind it are another flag's.
+    end = min(num_rows, (chunk + 1) * chunk_rows)
+    if row < end:
+        if SPEC.records:
+            begin = clock_ns()
+        slab = owner * num_chunks + chunk
+        if slab != ready:
+            WAIT(table, owner, chunk, SPEC)
+            ready = slab
+        if SPEC.records:
+            start = clock_ns()
+        column = n * SPEC.block_n
+        buffer, scales, pitch, a_row = _a_rows(a, scale_a, stride_a, K, table, owner, rank, first_row, row, SPEC)
+        if SPEC.use_tma:
+            desc = a_desc
+            if SPEC.gathers:  # noqa: SIM102
+                if owner != rank:
+                    desc = rows_desc
+        else:
+            desc = a_desc
+        # A tile that is only to be summed multiplies nothing.
+        depth = K * (1 - turn)
+        total, gate = _multiply(
+            buffer, a_row, a_row + end - row, b, column, N, depth, pitch, stride_b, desc, b_desc, SPEC
+        )
+        if SPEC.records:
+            computed = clock_ns()
+        rows = a_row + tl.arange(0, SPEC.block_m)
+        value = _epilogue(total, gate, rows, a_row + end - row, column, N, scales, scale_b, bias, SPEC)
+        number = (chunk * num_m + m) * num_n + n
+        place = (owner, first_row, row, column, end, N, number, turn)
+        FINISH(value, out, place, table, SPEC)
+        if SPEC.records:
+            note_tile(trace, SPEC.world_size, step, program, owner, chunk, m, n, turn, begin, start, computed)
+    return ready
 
 
 @triton.jit

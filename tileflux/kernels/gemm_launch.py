@@ -47,8 +47,10 @@ __all__ = [
     "SCATTER",
     "SPREAD",
     "STAGE",
+    "fetches_tiles",
     "launch_gemm",
     "num_programs",
+    "shares_gpu",
     "sms_for",
 ]
 
@@ -102,7 +104,8 @@ def launch_gemm(
     )  # fmt: skip
     is_virtual = group is not None and group.stream is not None
     prepared: Prepared | _Prepared | None
-    on_hopper = is_hopper(x.device) and takes(operands, role, config)
+    is_fetched = turn is not None and fetches_tiles(group, config)
+    on_hopper = is_hopper(x.device) and takes(operands, role, config) and not is_fetched
     if on_hopper and is_virtual:
         # Which loop a virtual rank needs depends on what is aligned: both are there before the first of them waits.
         load_hopper(operands, launch, group, hopper_family(operands, launch))
@@ -124,7 +127,7 @@ def _launch_triton(
     spec = make_spec(
         operands, role, config,
         world_size=how.world_size, num_feeders=how.num_feeders, releases=how.releases, use_tma=use_tma,
-        plain=is_virtual, records=how.records,
+        plain=is_virtual, fetches=turn is not None and fetches_tiles(group, config), records=how.records,
     )  # fmt: skip
     numbers = (how.num_rows, operands.num_columns, operands.depth, x.stride(0), operands.weight_stride)
 
@@ -156,7 +159,7 @@ def _launch_triton(
 
 def _may_stream(group: Group | None, turn: Turn | None) -> bool:
     """Whether every step is a tile, and the SMs are this rank's alone."""
-    if group is not None and "same GPU" in group.traits.links:
+    if shares_gpu(group):
         return False
     return turn is None or all(count == turn.plan.num_chunks * turn.plan.chunk_rows for count in turn.plan.rows)
 
@@ -222,7 +225,7 @@ def _family(operands: Operands, role: Role, config: GemmConfig, spec: GemmSpec) 
     make = functools.partial(
         make_spec, operands, role, config,
         world_size=spec.world_size, num_feeders=spec.num_feeders, releases=spec.releases, plain=True,
-        records=spec.records,
+        fetches=spec.fetches, records=spec.records,
     )  # fmt: skip
     with_tma = [dataclasses.replace(make(use_tma=True), out_aligned=aligned) for aligned in (True, False)]
     return [make(use_tma=False), *(with_tma if _has_tma(operands.x.device) else [])]
@@ -255,6 +258,16 @@ def sms_for(group: Group | None) -> int:
     if not _is_interpreted(group):
         return device_info.num_sms(torch.device("cuda", torch.cuda.current_device()))
     return 1
+
+
+def fetches_tiles(group: Group | None, config: GemmConfig) -> bool:
+    """Whether programs of a fused op fetch their tiles."""
+    return config.fetches and shares_gpu(group)
+
+
+def shares_gpu(group: Group | None) -> bool:
+    """Whether a peer's programs may hold the SMs that this rank's are to run on, so that some of them begin late."""
+    return group is not None and "same GPU" in group.traits.links
 
 
 def _is_interpreted(group: Group | None) -> bool:

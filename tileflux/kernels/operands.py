@@ -121,6 +121,8 @@ class GemmSpec:
     awaits_rows: bool
     has_table: bool
     releases: bool
+    fetches: bool
+    """Programs fetch tiles as they come, instead of dealing them out beforehand: some may begin late."""
     use_tma: bool
     k_major: bool
     even_k: bool
@@ -160,6 +162,7 @@ def make_spec(
     releases: bool,
     use_tma: bool,
     plain: bool = False,
+    fetches: bool = False,
     records: bool = False,
 ) -> GemmSpec:
     """The variant for these operands. Cached: the hot path looks it up. ``plain``: without TMA, the one for all."""
@@ -180,7 +183,7 @@ def make_spec(
         (scale_kind(operands.scale_x), scale_kind(operands.scale_weight), operands.activation or ""),
         role,
         config,
-        (world_size, num_feeders, releases, records),
+        (world_size, num_feeders, releases, fetches, records),
         aligned,
         layout,
         "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
@@ -197,7 +200,7 @@ def _make_spec(
     kinds: tuple[str, str, str],
     role: Role,
     config: GemmConfig,
-    world: tuple[int, int, bool, bool],
+    world: tuple[int, int, bool, bool, bool],
     aligned: tuple[bool, bool, bool],
     layout: tuple[bool, bool, bool, bool],
     precision: str,
@@ -205,7 +208,7 @@ def _make_spec(
     a_type, b_type, out_type = (ELEMENTS[dtype] for dtype in types[:3])
     scale_a, scale_b, activation = kinds
     bias_type = types[3]
-    world_size, num_feeders, releases, records = world
+    world_size, num_feeders, releases, fetches, records = world
     return GemmSpec(
         a_type, b_type, out_type,
         accumulator=tl.int32 if types[0] == torch.int8 else tl.float32,
@@ -225,6 +228,7 @@ def _make_spec(
         awaits_rows=role.awaits_rows,
         has_table=world_size > 1,
         releases=releases,
+        fetches=fetches,
         use_tma=layout[0], k_major=layout[1], even_k=layout[2], k_aligned=layout[3],
         a_aligned=aligned[0], b_aligned=aligned[1], out_aligned=aligned[2],
         records=records,

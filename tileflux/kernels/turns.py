@@ -321,7 +321,8 @@ class Turn:
 def _describe_control(world_size: int, offset: int) -> str:
     index = offset // 4
     if index < CONTROL.ack:
-        return {CONTROL.epoch: "epoch", CONTROL.done: "done", CONTROL.next: "next"}[index]
+        names = {CONTROL.epoch: "epoch", CONTROL.done: "done", CONTROL.next: "next", CONTROL.fetched: "fetched"}
+        return names[index]
     return f"ack[rank {index - CONTROL.ack}]" if index < CONTROL.counters(world_size) else "counter"
 
 

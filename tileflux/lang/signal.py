@@ -37,6 +37,8 @@ __all__ = [
     "poll",
     "signal",
     "sm_number",
+    "take",
+    "taken",
     "tma_fence",
     "wait",
 ]
@@ -52,6 +54,7 @@ SMID = tl.constexpr("{ mov.u32 $0, %smid; }")
 PROXY_FENCE = tl.constexpr("{ fence.proxy.async.global; mov.s32 $0, 0; }")
 
 _POLLS_PER_CHECK = tl.constexpr(64)
+_LANES = tl.constexpr(512)  # at least one per thread: no launch has more than 16 warps
 _MAX_AHEAD = tl.constexpr(MAX_AHEAD)
 _RANK = tl.constexpr(GUARD.rank)
 _WORLD_SIZE = tl.constexpr(GUARD.world_size)
@@ -133,6 +136,24 @@ def await_neighbour(flag):
     while seen == 0:
         seen = poll(flag, 1)
     tl.store(flag, 0)
+
+
+@triton.jit
+def take(counter):
+    """Ask for the counter's next number, which nobody else gets; ``taken`` says which. For programs of one rank.
+
+    Not a number yet: one thread asks, and nobody waits for its answer before ``taken``, so what is done between the two
+    hides the way to memory and back. Relaxed: the number itself is all that is handed over. Who takes n need not see
+    what the takers of smaller numbers have stored, and the counter is set back behind an ``arrive`` of all takers.
+    """
+    lanes = tl.arange(0, _LANES)
+    return tl.atomic_add(counter + lanes * 0, 1, mask=lanes == 0, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def taken(ticket):
+    """The number that ``take`` asked for, the same in every thread."""
+    return tl.max(tl.where(tl.arange(0, _LANES) == 0, ticket, 0), axis=0)
 
 
 @triton.jit

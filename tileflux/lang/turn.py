@@ -8,6 +8,7 @@ A call has a number, its epoch: how many calls of this op the rank has finished 
     multiplier  waits for flag >= epoch + 1            before the first tile of a chunk
     last program of the launch to end
                 sets every peer's ack to epoch + 1, and the epoch
+                sets the count of fetched tiles back, also where the launch does not end the call
 
 Where copies need no SM there are no feeders, and tiles are not stored at their owners: the copy engine carries rows,
 and shards of products, on a stream beside the launch.
@@ -25,7 +26,7 @@ import triton.language as tl
 
 from tileflux.config import CONTROL, MAX_CHUNKS, TABLE
 from tileflux.lang.remote import copy_run, part
-from tileflux.lang.signal import arrive, clock_ns, confirm, signal, wait
+from tileflux.lang.signal import arrive, clock_ns, confirm, signal, take, wait
 from tileflux.lang.trace import note_transfer
 
 __all__ = [
@@ -37,7 +38,9 @@ __all__ = [
     "data",
     "entry",
     "feed",
+    "fetch",
     "flag_word",
+    "leave",
     "open_call",
     "push_run",
     "release",
@@ -58,6 +61,7 @@ _ARRAYS = tl.constexpr(TABLE.arrays)
 _EPOCH = tl.constexpr(CONTROL.epoch)
 _DONE = tl.constexpr(CONTROL.done)
 _NEXT = tl.constexpr(CONTROL.next)
+_FETCHED = tl.constexpr(CONTROL.fetched)
 _ACK = tl.constexpr(CONTROL.ack)
 _MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
 
@@ -180,9 +184,27 @@ def push_run(to, source, nbytes, flag, value, counter, feeder, num_feeders, BLOC
 
 
 @triton.jit
+def fetch(table, WORLD: tl.constexpr):
+    """Ask for the next step of the tile order that no program of this launch has; ``taken`` says which."""
+    return take(_control(table, word(table, RANK), WORLD) + _FETCHED)
+
+
+@triton.jit
 def confirm_call(table):
     """``confirm`` with the guard and the op of the plan: the end of every launch that waits."""
     confirm(tl.load(table + GUARD).to(tl.pointer_type(tl.int64)), word(table, OP))
+
+
+@triton.jit
+def leave(table, WORLD: tl.constexpr):
+    """End of a launch: 1 for the last of its programs, which sets the count of fetched tiles back; else 0."""
+    confirm_call(table)
+    control = _control(table, word(table, RANK), WORLD)
+    was_last = arrive(control + _DONE, tl.num_programs(0))
+    if was_last:
+        # A plain store: all have fetched for the last time, and whoever fetches next is in a later launch.
+        tl.store(control + _FETCHED, 0)
+    return was_last
 
 
 @triton.jit
@@ -190,12 +212,10 @@ def release(table, WORLD: tl.constexpr):
     """End of a launch that ends a call: its last program tells the peers that this rank has finished."""
     rank = word(table, RANK)
     epoch = current_epoch(table, WORLD)
-    confirm_call(table)
-    control = _control(table, rank, WORLD)
-    if arrive(control + _DONE, tl.num_programs(0)):
+    if leave(table, WORLD):
         for hop in range(1, WORLD):
             signal(ack_word(table, (rank + hop) % WORLD, rank, WORLD), epoch + 1)
-        tl.store(control + _EPOCH, epoch + 1)
+        tl.store(_control(table, rank, WORLD) + _EPOCH, epoch + 1)
 
 
 @triton.jit

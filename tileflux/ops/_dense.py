@@ -226,8 +226,8 @@ def config_from(text: str) -> GemmConfig | None:
     if not text:
         return None
     given: dict[str, Any] = dict(zip(_CONFIG_FIELDS, map(int, text.split()), strict=True))
-    given |= {"num_sms": given["num_sms"] or None, "streams": bool(given["streams"]), "hopper": bool(given["hopper"])}
-    return GemmConfig(**given)
+    switches = {name: bool(given[name]) for name in ("fetches", "hopper", "streams")}
+    return GemmConfig(**{**given, **switches, "num_sms": given["num_sms"] or None})
 
 
 def make_operands(

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from tileflux import CommConfig, GemmConfig, ag_gemm, gemm_ar, gemm_rs
-from tileflux.kernels import dense
+from tileflux.kernels import dense, gemm_launch
 from tileflux.symm.group import Group
 from tileflux.testing.dense import DenseCase, Scales, ag_case, expected, gathered, reduction, rs_case
 from tileflux.testing.numerics import assert_close, poisoned
@@ -29,6 +29,10 @@ TILES = GemmConfig(16, 16, 16, group_m=2, num_warps=4, num_sms=4, num_feeders=2)
 """Two programs that feed and two that multiply: the fewest that can get in each other's way."""
 TALL = replace(TILES, block_m=512, num_chunks=2)
 """For shards of more than 256 rows, which is what a chunk holds at least; a tile is cut off at the end of its chunk."""
+
+
+FEW = replace(TILES, num_sms=3, num_feeders=1)
+"""For calls with several tiles to a program."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,14 @@ _SPREAD = (
     Call("gemm_ar", 3, algorithm="one_shot", **_INT8),
     Call("gemm_ar", 17, columns=32, algorithm="one_shot"),
 )
+_MANY_TILES = (
+    Call("gemm_rs", 20, columns=32, config=FEW),
+    Call("ag_gemm", 20, ragged=True, num_weights=2, config=FEW),
+    Call("gemm_ar", 20, columns=32, algorithm="one_shot", config=FEW),
+    Call("gemm_rs", 20, columns=32, config=FEW, **_INT8),
+    Call("gemm_ar", 20, columns=32, algorithm="one_shot", config=FEW, **_INT8),
+)
+"""Three programs do not divide the tiles: dealt out beforehand, a tile to be summed waits for another program's."""
 _MIXED = (
     Call("gemm_rs", 3, ragged=True),
     Call("ag_gemm", 2, strategy="pipelined", **_INT8),
@@ -148,10 +160,12 @@ PROTOCOLS: dict[str, tuple[Call, ...]] = {
     "gemm_rs pipelined": _with(_SCATTER, strategy="pipelined"),
     "gemm_ar one_shot": _SPREAD,
     "gemm_ar two_shot": (_TWO_SHOT[0], replace(_TWO_SHOT[1], strategy="pipelined"), _TWO_SHOT[2]),
+    "many tiles": _MANY_TILES,
     "mixed": _MIXED,
 }
 """What is simulated, by name."""
 
+_ONE_OF_EACH_OP = {"many tiles": _MANY_TILES[:3], "mixed": (_MIXED[0], _MIXED[3], _MIXED[2])}
 _LARGE_WORLD = 5
 _SMALLEST = {"ag_gemm": 2, "gemm_rs": 2, "gemm_ar": 9}
 
@@ -165,9 +179,9 @@ def calls(protocol: str, world_size: int) -> tuple[Call, ...]:
     given = PROTOCOLS[protocol]
     if world_size < _LARGE_WORLD:
         return given
-    given = (_MIXED[0], _MIXED[3], _MIXED[2]) if protocol == "mixed" else given[:2]
+    given = _ONE_OF_EACH_OP.get(protocol, given[:2])
     smallest: dict[str, Any] = {"columns": 16, "depth": 16, "num_weights": 1, "returns_rows": False}
-    return tuple(replace(call, rows=_SMALLEST[call.op] if call.config is TILES else 40, **smallest) for call in given)
+    return tuple(replace(call, rows=40 if call.config is TALL else _SMALLEST[call.op], **smallest) for call in given)
 
 
 def run_protocol(group: Group, protocol: str, seed: int) -> None:
@@ -176,10 +190,16 @@ def run_protocol(group: Group, protocol: str, seed: int) -> None:
         call.run(group, 1000 * seed + number)
 
 
-def simulate_protocol(protocol: str, world_size: int, seed: int) -> None:
+def simulate_protocol(
+    protocol: str, world_size: int, seed: int, *, fetches: bool = False, starved: bool = False
+) -> None:
     """One schedule of the whole world; ``seed`` draws the schedule and the numbers.
 
-    As if every rank had four SMs, so that the kernels of the pipelined strategy have several programs, too.
+    As if every rank had four SMs, so that the kernels of the pipelined strategy have several programs, too. A GPU that
+    ranks share: programs fetch their tiles (``fetches``), and some begin late (``starved``).
     """
-    with mock.patch.object(dense, "sms_for", lambda group: TILES.num_sms):
-        simulate(run_protocol, world_size, seed=seed, args=(protocol, seed), config=COMM)
+    with (
+        mock.patch.object(dense, "sms_for", lambda group: TILES.num_sms),
+        mock.patch.object(gemm_launch, "fetches_tiles", lambda group, config: fetches),
+    ):
+        simulate(run_protocol, world_size, seed=seed, args=(protocol, seed), config=COMM, starved=starved)

@@ -34,7 +34,13 @@ def _config(role: Role, dtype: torch.dtype, arch: int, m: int, heavy: bool) -> G
 
 
 def _spec(
-    role: Role, dtype: torch.dtype, config: GemmConfig, use_tma: bool, activation: str | None, records: bool
+    role: Role,
+    dtype: torch.dtype,
+    config: GemmConfig,
+    use_tma: bool,
+    activation: str | None,
+    fetches: bool,
+    records: bool,
 ) -> GemmSpec:
     quantised = dtype.itemsize == 1
     out_dtype = torch.bfloat16 if quantised else dtype
@@ -46,7 +52,7 @@ def _spec(
     return make_spec(
         operands, role, config,
         world_size=1 if role is PLAIN else _WORLD, num_feeders=config.num_feeders if role.feeds else 0,
-        releases=role not in (PLAIN, GATHERED, STAGE), use_tma=use_tma, records=records,
+        releases=role not in (PLAIN, GATHERED, STAGE), use_tma=use_tma, fetches=fetches, records=records,
     )  # fmt: skip
 
 
@@ -58,13 +64,14 @@ def _case(
     m: int = 8192,
     tma: bool = True,
     activation: str | None = None,
+    fetches: bool = False,
     records: bool = False,
 ) -> CompileCase:
     use_tma = tma and arch >= 90
     config = _config(role, dtype, arch, m, activation in HEAVY)
-    kinds = f"{ELEMENTS[dtype]}_{m}_{activation}_{use_tma}_sm{arch}{'_recorded' * records}"
+    kinds = f"{ELEMENTS[dtype]}_{m}_{activation}_{use_tma}_sm{arch}{'_fetched' * fetches}{'_recorded' * records}"
     name = f"{role.name.replace(', ', '_').replace(' ', '_')}_{kinds}"
-    setattr(SPECS, name, _spec(role, dtype, config, use_tma, activation, records))
+    setattr(SPECS, name, _spec(role, dtype, config, use_tma, activation, fetches, records))
     waits = role is not PLAIN
     signature = {
         name: "i64" for name in ("a", "b", "out", "bias", "scale_a", "scale_b", "stride_a", "stride_b", "trace")
@@ -112,7 +119,11 @@ def _all_cases() -> tuple[CompileCase, ...]:
     cases += [_case(role, bf16, 90, tma=False) for role in (PLAIN, GATHER, SCATTER)]
     cases += [_case(GATHERED, bf16, 90), _case(PLAIN, bf16, 90, m=16), _case(PLAIN, bf16, 90, m=64)]
     cases += [_case(role, bf16, arch) for role in (ARRIVING, STAGE) for arch in (90, 100)]
+    cases += [_case(role, bf16, arch, fetches=True) for role in (GATHER, SCATTER) for arch in ARCHITECTURES]
+    cases += [_case(SPREAD, bf16, 90, m=32, fetches=True), _case(GATHERED, bf16, 90, fetches=True)]
+    cases += [_case(role, bf16, 90, tma=False, fetches=True) for role in (GATHER, SCATTER)]
     cases += [_case(role, bf16, 90, records=True) for role in (PLAIN, GATHER, SCATTER)]
+    cases += [_case(SCATTER, bf16, 90, fetches=True, records=True)]
     return tuple(cases)
 
 

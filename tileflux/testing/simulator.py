@@ -11,6 +11,7 @@ fence goes unnoticed (the compile gate looks for those); accesses by torch on th
 from __future__ import annotations
 
 import ctypes
+import random
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -39,15 +40,26 @@ class Simulator:
     """Runs coroutines that launch interpreted kernels. Used once: spawn, then run."""
 
     def __init__(
-        self, seed: int, *, races: bool = True, max_steps: int = MAX_STEPS, switch_everywhere: bool = False
+        self,
+        seed: int,
+        *,
+        races: bool = True,
+        max_steps: int = MAX_STEPS,
+        switch_everywhere: bool = False,
+        starved: bool = False,
     ) -> None:
-        """``races=False`` looks for deadlocks alone. ``switch_everywhere``: at accesses to private memory too."""
+        """``races=False`` looks for deadlocks alone. ``switch_everywhere``: at accesses to private memory too.
+
+        ``starved``: of every launch only some programs, drawn from the seed and at least one, run at a time; the others
+        begin one by one, in the order of their numbers, as these end. So it is where other ranks hold the SMs.
+        """
         interpreter.install()
         self.seed = seed
         self._scheduler = Scheduler(seed, max_steps)
         self._memory = AddressMap()
         self._races = RaceDetector(seed, lambda address: _word(address).value) if races else None
         self._switch_everywhere = switch_everywhere
+        self._random = random.Random(seed) if starved else None
         self._roots: list[Coroutine] = []
         self._named_slots: dict[str, int] = {}
         self._kept_alive: list[torch.Tensor] = []
@@ -130,8 +142,11 @@ class Simulator:
         parent = self._scheduler.running
         assert parent is not None
         parent.data.num_launches += 1
-        children = []
+        children: list[Coroutine] = []
+        num_sms = len(programs) if self._random is None else self._random.randint(1, max(1, len(programs)))
         for index, (position, run) in enumerate(programs):
+            if index >= num_sms:
+                run = partial(self._run_late, run, _Sm(children[:index], num_sms))
             name = f"{parent.name} launch {parent.data.num_launches} {kernel}{_position_text(position)}"
             slot = None if self._races is None else self._races.fork(self._slot, index, name)
             children.append(self._new_coroutine(run, name, slot))
@@ -181,6 +196,10 @@ class Simulator:
         slot: int = running.data.slot
         return slot
 
+    def _run_late(self, run: Callable[[], None], sm: _Sm) -> None:
+        self._scheduler.block(sm)
+        run()
+
     def _new_coroutine(self, function: Callable[[], Any], name: str, slot: int | None) -> Coroutine:
         def conducted() -> Any:
             with interpreter.conducted(self):
@@ -203,6 +222,19 @@ class _HostWait:
 
     def describe(self) -> str:
         return self._what
+
+
+class _Sm:
+    """A program's wait for a place to run: fewer than ``num_sms`` of those before it do."""
+
+    def __init__(self, earlier: Sequence[Coroutine], num_sms: int) -> None:
+        self._earlier, self._num_sms = earlier, num_sms
+
+    def ready(self) -> bool:
+        return sum(not program.done for program in self._earlier) < self._num_sms
+
+    def describe(self) -> str:
+        return "another program of its launch to end"
 
 
 class _FlagWait:
@@ -236,12 +268,13 @@ def simulate(
     config: CommConfig | None = None,
     races: bool = True,
     max_steps: int = MAX_STEPS,
+    starved: bool = False,
 ) -> list[T]:
     """Run ``function(group, *args)`` for every rank of a new virtual group; returns the results by rank.
 
     The ranks' collectives run their kernels interpreted. All regions of the group are shared memory to the simulator.
     """
-    simulator = Simulator(seed, races=races, max_steps=max_steps)
+    simulator = Simulator(seed, races=races, max_steps=max_steps, starved=starved)
     with env.scoped({"TILEFLUX_CPU_BACKEND": "interpret"}), simulated_host(simulator):
         groups = local_groups(world_size, "cpu", config=config)
         try:

@@ -110,6 +110,8 @@ def refinements(problem: GemmProblem, best: Candidate) -> list[Candidate]:
     changes += [("group_m", each) for each in groups]
     if best.config.hopper and problem.link != "same GPU":
         changes.append(("streams", not best.config.streams))
+    if problem.link == "same GPU" and not best.config.hopper:
+        changes.append(("fetches", not best.config.fetches))
     found = [dataclasses.replace(best, config=dataclasses.replace(best.config, **{name: v})) for name, v in changes]
     return [each for each in dict.fromkeys(found) if each != best]
 
