@@ -36,9 +36,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GemmConfig]]:
     seen: list[GemmConfig] = []
     true_launch = gemm_launch.launch_hopper
 
-    def launch_hopper(operands, launch, turn, **options):  # type: ignore[no-untyped-def]
+    def launch_hopper(operands, launch, *rest, **options):  # type: ignore[no-untyped-def]
         seen.append(launch.config)
-        return true_launch(operands, launch, turn, **options)
+        return true_launch(operands, launch, *rest, **options)
 
     monkeypatch.setattr(gemm_launch, "launch_hopper", launch_hopper)
     gemm_launch._plain.clear()

@@ -51,6 +51,11 @@ def test_it_takes_what_it_is_for(role: Any) -> None:
             hopper_config(128, 128, torch.float8_e4m3fn),
             PLAIN,
         ),
+        (
+            operands(torch.float8_e4m3fn, out=torch.zeros(512, 512)),
+            hopper_config(128, 128, torch.float8_e4m3fn),
+            PLAIN,
+        ),
         (operands(activation="swiglu"), hopper_config(128, 256), PLAIN),
         (operands(activation="gelu"), hopper_config(128, 256), ARRIVING),
         (
@@ -125,25 +130,32 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> Any:
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    capturing = SimpleNamespace(now=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.now)
+    now = SimpleNamespace(capturing=False, stream=7)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
+    monkeypatch.setattr(gemm_hopper_launch, "raw_stream", lambda device: now.stream)
     monkeypatch.setattr(_Flags, "_NUM_KEPT", 3)
-    return SimpleNamespace(made=_Flags(torch.device("cpu")), capturing=capturing)
+    monkeypatch.setattr(_Flags, "_NUM_STREAMS", 4)
+    return SimpleNamespace(made=_Flags(torch.device("cpu")), now=now)
 
 
-def test_launches_go_round_a_ring_of_flags_and_graphs_keep_theirs(flags: Any) -> None:
-    taken = [flags.made.take() for _ in range(_Flags._NUM_RING)]
-    assert len(set(taken)) == _Flags._NUM_RING and flags.made.take() == taken[0]
-    assert all(abs(a - b) >= 4 * 132 for a, b in zip(taken, taken[1:], strict=False))
-    flags.capturing.now = True
-    kept = [flags.made.take(), flags.made.take()]
-    flags.capturing.now = False
-    kept.append(flags.made.keep())
-    assert len(set(kept)) == 3 and not set(kept) & set(taken)
-    assert flags.made.keep() == 0, "none are left"
-    last = flags.made._words.data_ptr() + flags.made._words.nbytes
-    assert all(flags.made._words.data_ptr() <= each <= last - 4 * 132 for each in (*taken, *kept))
-    assert not flags.made._words.any()
+def test_launches_of_a_stream_share_flags_and_graphs_keep_theirs(flags: Any) -> None:
+    by_stream = {}
+    for stream in (7, 0, 9, 3):
+        flags.now.stream = stream
+        by_stream[stream] = flags.made.take()
+    assert len(set(by_stream.values())) == 4
+    for stream, address in by_stream.items():
+        flags.now.stream = stream
+        assert flags.made.take() == address
+    flags.now.stream = 11
+    assert flags.made.take() == 0, "a stream too many: tiles are not cut there"
+    flags.now.capturing = True
+    kept = [flags.made.take() for _ in range(4)]
+    assert kept.pop() == 0, "none are left"
+    every = sorted([*by_stream.values(), *kept])
+    assert len(set(every)) == 7 and all(b - a >= 4 * 132 for a, b in zip(every, every[1:], strict=False))
+    first, nbytes = flags.made._words.data_ptr(), flags.made._words.nbytes
+    assert first <= every[0] and every[-1] + 4 * 132 <= first + nbytes and not flags.made._words.any()
 
 
 def test_only_a_hopper_has_this_loop(monkeypatch: pytest.MonkeyPatch) -> None:

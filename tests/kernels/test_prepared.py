@@ -55,7 +55,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(prepared, "JITFunction", Kernel)
     monkeypatch.setattr(prepared, "_KNOWS_LAUNCHER", True)
     monkeypatch.setattr(prepared, "_steps", Kept())
-    monkeypatch.setattr(prepared, "_stream", lambda device: 77)
+    monkeypatch.setattr(prepared, "raw_stream", lambda device: 77)
     return Kernel()
 
 

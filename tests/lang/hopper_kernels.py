@@ -5,7 +5,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tileflux.lang.hopper import halves, span, store_by_threads, whole
+from tileflux.lang.hopper import halves, span, store_by_threads, warpgroup_mma, warpgroup_mma_wait, whole
 from tileflux.lang.signal import signal, wait
 
 
@@ -48,3 +48,20 @@ def gluon_kernel(flag_ptr, guard_ptr, out_ptr):
     gl.warp_specialize(
         [(_many_warps, (flag_ptr, guard_ptr, out_ptr)), (_one_warp, (flag_ptr + 1, guard_ptr))], [1], [40]
     )
+
+
+@gluon.jit
+def serialised_kernel(out_ptr, num_k):
+    """WGMMA into an accumulator that others write to: the assembler waits after every instruction."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    left = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    places = out_ptr + (rows[:, None] * 64 + columns[None, :])
+    total = gl.zeros((64, 64), gl.float32, LAYOUT)
+    for index in range(num_k):
+        total = warpgroup_mma(left, left.permute((1, 0)), total, use_acc=index > 0, is_async=True)
+        # One may be under way, and its accumulator is written to.
+        total = warpgroup_mma_wait(1, deps=(total,)) * 1.5
+    gl.store(places, total)

@@ -42,6 +42,16 @@ def test_a_partition_stores_sixteen_bytes_a_thread() -> None:
     assert "st.global.v4.b32" in compiled("gluon_kernel", "*bf16").ptx
 
 
-@pytest.mark.parametrize("name", ["span", "thread_numbers", "num_threads"])
+@pytest.mark.parametrize("name", ["span", "lanes", "thread_numbers", "num_threads"])
 def test_kernels_may_call_what_asks_who_compiles_them(name: str) -> None:
     assert tl.core.is_builtin(getattr(hopper, name))
+
+
+def test_the_gate_notices_an_accumulator_that_wgmma_waits_for() -> None:
+    """Which is why a partial sum is added at the end, and not where a tile begins."""
+    case = CompileCase(
+        name="serialised", kernel=f"{KERNELS}:serialised_kernel", signature={"out_ptr": "*fp32", "num_k": "i32"},
+        options={"num_warps": 4}, architectures=(90,),
+    )  # fmt: skip
+    (report,) = run_gate([case])
+    assert any("serialized" in problem for problem in report.problems), report.problems

@@ -97,7 +97,7 @@ class Compiled:
 
 @pytest.fixture
 def no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tileflux.kernels.prepared._stream", lambda device: 7)
+    monkeypatch.setattr("tileflux.kernels.prepared.raw_stream", lambda device: 7)
 
 
 def make_launcher(compiled: Compiled, role: Any = None) -> Launcher:

@@ -5,7 +5,7 @@ ring of stages; only it waits for other ranks. The *consumer* multiplies them wi
 waits for the other but at the ring, so the next tile's loads run while a tile is finished.
 
 Where tiles do not come out even, the first ones are *streamed* (``lang/schedule.py``): programs share them out along K
-too. Who has the end of a tile leaves its sum in fp32 in the workspace, and who has its beginning starts from it.
+too. Who has the end of a tile leaves its sum in fp32 in the workspace, and who has its beginning adds it.
 """
 
 import triton.language as tl
@@ -13,10 +13,11 @@ import triton.language as tl
 from tileflux.lang.epilogue import activate, scaled
 from tileflux.lang.hopper import (
     PIECE,
+    add_partial,
+    fence_async_shared,
     gl,
     gluon,
     halves,
-    load_partial,
     mbarrier,
     piece_buffers,
     span,
@@ -73,6 +74,7 @@ def _gemm_hopper_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(empty.index(stage), count=1)
         mbarrier.init(full.index(stage), count=1)
+    fence_async_shared()  # TMA counts in them
     ring = (a_ring, b_ring, empty, full)
     sizes = (M, N, K)
     target = out
@@ -161,16 +163,16 @@ def _consume(
         if row < end_row:
             if SPEC.records:
                 begin = clock_ns()
-                _await_first(ring, count, SPEC)
+                _await_first(ring, count, turn, SPEC)
                 start = clock_ns()
             total = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
-            begins = end_k < num_k
+            total, count = _multiply(total, count, (end_k - first_k) * (1 - turn), ring, SPEC)
             if SPEC.streams:  # noqa: SIM102
-                if begins:
+                if end_k < num_k:
                     flag, sums = _partial_of(workspace, program - 1, SPEC)
                     await_neighbour(flag)
-                    total = load_partial(total, sums)
-            total, count = _multiply(total, begins, count, (end_k - first_k) * (1 - turn), ring, SPEC)
+                    # Not before: WGMMA waits after every instruction for an accumulator that others have written to.
+                    total = add_partial(total, sums)
             if SPEC.records:
                 computed = clock_ns()
             if SPEC.streams:  # noqa: SIM102
@@ -195,8 +197,8 @@ def _consume(
 
 
 @gluon.jit
-def _multiply(total, continues, count, num_k, ring, SPEC: gl.constexpr):
-    """(``total`` plus the products of the next ``num_k`` stages, stages so far). ``continues``: total is not zero."""
+def _multiply(total, count, num_k, ring, SPEC: gl.constexpr):
+    """(Sum of the products of the next ``num_k`` stages, stages so far). ``total`` is zero."""
     a_ring, b_ring, empty, full = ring
     STAGES: gl.constexpr = SPEC.num_stages
     BLOCK_M: gl.constexpr = SPEC.block_m
@@ -216,7 +218,7 @@ def _multiply(total, continues, count, num_k, ring, SPEC: gl.constexpr):
             total += warpgroup_mma_wait(0, deps=(products,))
             mbarrier.arrive(empty.index(stage), count=1)
         else:
-            total = warpgroup_mma(left, right, total, use_acc=continues | (index > 0), is_async=True)
+            total = warpgroup_mma(left, right, total, use_acc=index > 0, is_async=True)
             # One product may be under way; the one before is done, and its stage free.
             total = warpgroup_mma_wait(1, deps=(total,))
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=index > 0)
@@ -228,9 +230,10 @@ def _multiply(total, continues, count, num_k, ring, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _await_first(ring, count, SPEC: gl.constexpr):
+def _await_first(ring, count, turn, SPEC: gl.constexpr):
+    """Wait for a tile's first stage, if it has one."""
     a_ring, b_ring, empty, full = ring
-    mbarrier.wait(full.index(count % SPEC.num_stages), (count // SPEC.num_stages) & 1)
+    mbarrier.wait(full.index(count % SPEC.num_stages), (count // SPEC.num_stages) & 1, pred=turn == 0)
 
 
 @gluon.jit
@@ -254,6 +257,7 @@ def _begin(sizes, flags, table, SPEC: gl.constexpr):
     cursor, end = streamed_part(program, _num_multipliers(SPEC), count, num_k)
     step = count + program
     if program < 0:
+        cursor = end
         step = num_steps
     return cursor, end, step, num_steps, num_k
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from tileflux.config import GemmConfig
 from tileflux.kernels.gemm_hopper import _gemm_hopper_kernel
 from tileflux.kernels.loading import launching, load_once
 from tileflux.kernels.operands import ELEMENTS, GemmSpec, Operands, Role, make_spec
-from tileflux.kernels.prepared import Launcher, Tile, relaunchable
+from tileflux.kernels.prepared import Launcher, Tile, raw_stream, relaunchable
 from tileflux.kernels.turns import Turn
 from tileflux.lang.schedule import num_streamed, replay
 from tileflux.symm.group import Group
@@ -91,7 +92,9 @@ def takes(operands: Operands, role: Role, config: GemmConfig) -> bool:
         return False  # scales of the rows come in another place than one's own
     if x.dtype in _FP8:
         # One stage's products are added up apart: twice the registers. WGMMA reads fp8 along K alone.
-        return weight.dtype in _FP8 and operands.k_major and 2 * accumulators <= _MAX_ACCUMULATORS
+        # And bf16 keeps 8 bits of the result, and does not notice the 14 that products are added with; others would.
+        fits = operands.k_major and 2 * accumulators <= _MAX_ACCUMULATORS
+        return fits and weight.dtype in _FP8 and operands.out.dtype is torch.bfloat16
     return x.dtype in _HALVES and weight.dtype == x.dtype
 
 
@@ -126,7 +129,7 @@ def launch_hopper(
     streams = spec.streams and bool(_NUM_STREAMED(num_tiles, launch.num_programs - launch.num_feeders))
     prepared = Prepared(operands, launch, turn, spec, streams)
     descriptors = _descriptors(operands, spec, turn if launch.role.gathers else None)
-    first, last = prepared.arguments(operands, turn)
+    first, last, _partials = prepared.arguments(operands, turn)
     with launching(group):
         compiled = _start(launch.num_programs, first, descriptors, last, launch.role, spec)
     if launch.trace is not None or not relaunchable(_gemm_hopper_kernel):
@@ -142,6 +145,8 @@ def load_hopper(operands: Operands, launch: Launch, group: Group | None, specs: 
     for spec in specs:
 
         def load(spec: HopperSpec = spec) -> None:
+            if spec.streams:
+                _flags(device)  # made now: not while a graph is captured
             last = (0, 0, 0, _no_table(device))
             _start(0, (0,) * _NUM_FIRST, _blank_descriptors(operands, spec, role), last, role, spec)
 
@@ -174,7 +179,6 @@ class Prepared:
         self._sizes = (launch.num_rows, operands.num_columns, operands.depth)
         self._partial_bytes = 4 * spec.block_m * spec.block_n * launch.num_programs if streams else 0
         self._flags = _flags(operands.x.device) if streams else None
-        self._own_flags = self._flags.keep() if self._flags is not None and turn is not None else None
         self._device = operands.x.device
         self._launcher: Launcher | None = None
 
@@ -185,19 +189,21 @@ class Prepared:
         self._shapes = [None if each is None else (tuple(each.shape), tuple(each.strides)) for each in (a, b, out)]
         self._rows = None if rows is None else Tile(rows.base.data_ptr(), tuple(rows.shape), tuple(rows.strides))
 
-    def arguments(self, operands: Operands, turn: Turn | None) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-        """What goes before the descriptors, and what behind them."""
-        flags = partials = 0
+    def arguments(
+        self, operands: Operands, turn: Turn | None
+    ) -> tuple[tuple[int, ...], tuple[Any, ...], torch.Tensor | None]:
+        """What goes before the descriptors, and what behind them; and what must not be freed before the launch."""
+        flags, partials = 0, None
         if self._flags is not None:
-            flags = self._flags.take() if self._own_flags is None else self._own_flags
+            flags = self._flags.take()
         if flags:
-            # The allocator gives it to nobody else before this stream is done with it.
-            partials = torch.empty(self._partial_bytes, dtype=torch.uint8, device=self._device).data_ptr()
+            # Once this is launched, the allocator gives it to nobody else before this stream is done with it.
+            partials = torch.empty(self._partial_bytes, dtype=torch.uint8, device=self._device)
         bias = operands.bias if operands.adds_bias else None
         addresses = (_address(each) for each in (bias, operands.scale_x, operands.scale_weight))
         first = (operands.x.data_ptr(), operands.out.data_ptr(), *addresses, *self._sizes)
         table = _no_table(self._device) if turn is None else turn.table
-        return first, (flags, partials, _address(self._trace), table)
+        return first, (flags, _address(partials), _address(self._trace), table), partials
 
     def launch(self, operands: Operands, turn: Turn | None) -> None:
         """Queue it with these addresses."""
@@ -207,41 +213,47 @@ class Prepared:
             None if shape is None else Tile(address, *shape)
             for address, shape in zip(addresses, self._shapes, strict=True)
         )
-        first, last = self.arguments(operands, turn)
+        first, last, _partials = self.arguments(operands, turn)
         self._launcher.launch(self._grid, *first, a, self._rows, b, out, *last)
 
 
 class _Flags:
     """Words by which the programs of a launch tell each other about partial sums. All 0, and set back by who read them.
 
-    A launch has some to itself. One that waits for nobody is over long before others have gone round the ring; one that
-    waits for other ranks, or that a CUDA graph repeats whenever it likes, keeps them for good. Room for the sums is not
-    kept: torch's allocator knows when a stream, or a graph, is done with it.
+    Launches of one stream come one after the other, and share them. A launch that a CUDA graph repeats, on whatever
+    stream, keeps some for good. Room for the sums is not kept: torch's allocator knows when a stream, or a graph, is
+    done with it.
     """
 
-    _NUM_RING, _NUM_KEPT = 256, 4096
+    _NUM_STREAMS, _NUM_KEPT = 256, 4096
 
     def __init__(self, device: torch.device) -> None:
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._stride = -(-4 * num_sms // 256) * 256
-        self._words = torch.zeros((self._NUM_RING + self._NUM_KEPT) * self._stride, dtype=torch.uint8, device=device)
+        num_sets = self._NUM_STREAMS + self._NUM_KEPT
+        self._words = torch.zeros(num_sets * self._stride, dtype=torch.uint8, device=device)
         # Other streams than this one will read them.
         torch.cuda.current_stream(device).synchronize()
-        self._next, self._kept = 0, self._NUM_RING
+        self._device, self._lock = device.index or 0, threading.Lock()
+        self._of_stream: dict[int, int] = {}
+        self._num_kept = 0
 
     def take(self) -> int:
-        """Address of the next launch's."""
+        """Address of the next launch's; 0 if none are left, and no tile is to be cut."""
         if torch.cuda.is_current_stream_capturing():
-            return self.keep()
-        self._next = (self._next + 1) % self._NUM_RING
-        return self._words.data_ptr() + self._next * self._stride
+            return self._keep()
+        stream = raw_stream(self._device)
+        with self._lock:
+            place = self._of_stream.setdefault(stream, len(self._of_stream))
+        return self._words.data_ptr() + place * self._stride if place < self._NUM_STREAMS else 0
 
-    def keep(self) -> int:
-        """Address of some that nobody else will get; 0 if all are gone, and no tile is to be cut."""
-        if self._kept == self._NUM_RING + self._NUM_KEPT:
-            return 0
-        self._kept += 1
-        return self._words.data_ptr() + (self._kept - 1) * self._stride
+    def _keep(self) -> int:
+        """Address of some that nobody else will get."""
+        with self._lock:
+            if self._num_kept == self._NUM_KEPT:
+                return 0
+            self._num_kept += 1
+            return self._words.data_ptr() + (self._NUM_STREAMS + self._num_kept - 1) * self._stride
 
 
 _flags = functools.cache(_Flags)
@@ -307,7 +319,10 @@ def _descriptors(operands: Operands, spec: HopperSpec, turn: Turn | None) -> tup
         b = _describe(weight, [spec.block_n, spec.block_k])
     else:
         b = _describe(weight.t(), [spec.block_k, spec.block_n])
-    out = _describe(operands.out, [spec.block_m, _PIECE]) if spec.out_by_tma else None
+    out = None
+    if spec.out_by_tma:
+        # Of a single row, a contiguous tensor may have any stride.
+        out = _describe(operands.out, [spec.block_m, _PIECE], stride=operands.num_columns)
     return _describe(x, a_block), rows, b, out
 
 
@@ -321,9 +336,10 @@ def _blank_descriptors(operands: Operands, spec: HopperSpec, role: Role) -> tupl
     return a, a if role.gathers else None, _describe(operands.weight.new_empty(b_block), b_block), out
 
 
-def _describe(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
+def _describe(tensor: torch.Tensor, block: list[int], stride: int | None = None) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENTS[tensor.dtype])
-    return TensorDescriptor(tensor, list(tensor.shape), [tensor.stride(0), 1], block, layout)
+    strides = [tensor.stride(0) if stride is None else stride, 1]
+    return TensorDescriptor(tensor, list(tensor.shape), strides, block, layout)
 
 
 def _constants(role: Role, spec: HopperSpec) -> tuple[object, ...]:

@@ -18,7 +18,7 @@ from triton import knobs
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
-__all__ = ["Kept", "Launcher", "Tile", "launch_step", "relaunchable"]
+__all__ = ["Kept", "Launcher", "Tile", "launch_step", "raw_stream", "relaunchable"]
 
 _KNOWS_LAUNCHER = triton.__version__.startswith("3.6.")
 _MAX_KEPT = 1024
@@ -55,7 +55,7 @@ class Launcher:
     def launch(self, grid: int, *arguments: object) -> None:
         """Queue ``grid`` programs on the current stream."""
         self._run(
-            grid, 1, 1, _stream(self._device), self._function, self._metadata, None, None, None,
+            grid, 1, 1, raw_stream(self._device), self._function, self._metadata, None, None, None,
             *arguments, *self._constants,
         )  # fmt: skip
 
@@ -107,6 +107,7 @@ def _has_calls(hook: Any) -> bool:
     return bool(getattr(hook, "calls", hook))
 
 
-def _stream(device: int) -> int:
+def raw_stream(device: int) -> int:
+    """The current stream, as the driver knows it."""
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     return stream

@@ -22,11 +22,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 __all__ = [
     "PIECE",
+    "add_partial",
+    "fence_async_shared",
     "gl",
     "gluon",
     "halves",
     "lanes",
-    "load_partial",
     "mbarrier",
     "num_threads",
     "piece_buffers",
@@ -104,19 +105,20 @@ def piece_buffers(out_desc):
 
 
 @gluon.jit
-def store_by_tma(value, target, row, column, NUMBER: gl.constexpr):
-    """A tile into where ``target``, (descriptor, ``piece_buffers``), points, from (row, column) on. Does not wait."""
+def store_by_tma(value, target, row, column, NUMBER: gl.constexpr, NUM_PIECES: gl.constexpr):
+    """A tile of NUM_PIECES to (row, column) of ``target``, (descriptor, ``piece_buffers``). Does not wait for it."""
     out_desc, buffers = target
     if value.shape[1] == PIECE:
         buffer = buffers.index(NUMBER % _NUM_PIECE_BUFFERS)
-        tma.store_wait(pendings=_NUM_PIECE_BUFFERS - 1)
+        # A tile of one piece uses one buffer.
+        tma.store_wait(pendings=min(NUM_PIECES, _NUM_PIECE_BUFFERS) - 1)
         buffer.store(value.to(out_desc.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [row, column], buffer)
     else:
         left, right = halves(value)
-        store_by_tma(left, target, row, column, 2 * NUMBER)
-        store_by_tma(right, target, row, column + value.shape[1] // 2, 2 * NUMBER + 1)
+        store_by_tma(left, target, row, column, 2 * NUMBER, NUM_PIECES)
+        store_by_tma(right, target, row, column + value.shape[1] // 2, 2 * NUMBER + 1, NUM_PIECES)
 
 
 @gluon.jit
@@ -176,7 +178,7 @@ def whole(left, right, like):
 
 @gluon.jit
 def store_partial(total, address):
-    """A tile of sums in fp32, for ``load_partial``."""
+    """A tile of sums in fp32, for ``add_partial``."""
     if total.shape[1] == _SLIVER:
         gl.store(_partial(address, total), total)
     else:
@@ -186,15 +188,15 @@ def store_partial(total, address):
 
 
 @gluon.jit
-def load_partial(like, address):
-    """What ``store_partial`` has left there, of the shape and layout of ``like``."""
-    if like.shape[1] == _SLIVER:
-        result = gl.load(_partial(address, like))
+def add_partial(total, address):
+    """``total`` plus what ``store_partial`` has left there."""
+    if total.shape[1] == _SLIVER:
+        result = total + gl.load(_partial(address, total))
     else:
-        left, right = halves(like)
-        left = load_partial(left, address)
-        right = load_partial(right, address + like.shape[0] * like.shape[1] * 2)
-        result = whole(left, right, like)
+        left, right = halves(total)
+        left = add_partial(left, address)
+        right = add_partial(right, address + total.shape[0] * total.shape[1] * 2)
+        result = whole(left, right, total)
     return result
 
 

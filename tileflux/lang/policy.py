@@ -7,7 +7,7 @@ Both take the plan ``table`` of their op (``lang/turn.py``); plain ``gemm`` has 
 import triton
 import triton.language as tl
 
-from tileflux.lang.hopper import store_by_threads, store_by_tma, sum_by_threads
+from tileflux.lang.hopper import PIECE, store_by_threads, store_by_tma, sum_by_threads
 from tileflux.lang.remote import typed
 from tileflux.lang.signal import count, signal, tma_fence, wait
 from tileflux.lang.turn import (
@@ -201,7 +201,7 @@ def _store(value, to, row, column, num_rows, N, SPEC: tl.constexpr):
 @triton.jit
 def _store_on_hopper(value, to, row, column, num_rows, N, SPEC: tl.constexpr):
     if SPEC.out_by_tma:
-        store_by_tma(value, to, row, column, 0)
+        store_by_tma(value, to, row, column, 0, value.shape[1] // PIECE)
     else:
         pitch = _pitch(N, SPEC)
         corner = typed(to, SPEC.out_type, SPEC.out_aligned) + (row.to(tl.int64) * pitch + column)

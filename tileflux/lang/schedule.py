@@ -80,9 +80,9 @@ def streamed_part(program, num_programs, count, num_k):
     """(first, end) of a program's part of the tiles that are streamed: cut along K too, all programs alike.
 
     The first ``count`` steps, one to two for every program, are one long row of blocks of K, which programs share out
-    evenly. So a tile has one part or two. Who has the end of a tile but not its beginning comes to it first,
-    and leaves its sum to who has the beginning. That one has a later number: nobody waits for a program that starts
-    after it.
+    evenly. So a tile has one part or two. Who has the end of a tile but not its beginning comes to it first, and leaves
+    its sum to who has the beginning, which adds it to its own. That one has a later number: nobody waits for a program
+    that starts after it.
     """
     place = num_programs - 1 - program
     num_blocks = count * num_k

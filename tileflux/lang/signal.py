@@ -130,7 +130,8 @@ def count(counter):
 def await_neighbour(flag):
     """Return once another program of this launch has signalled ``flag``, and set it back to 0.
 
-    Without a deadline: that program has started before this one, and waits for nobody before it signals.
+    Without a deadline of its own: that program has started before this one, and before it signals it waits for nobody
+    of this launch; where it waits for another rank, that has a deadline.
     """
     seen = poll(flag, 1)
     while seen == 0:

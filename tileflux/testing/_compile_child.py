@@ -71,7 +71,20 @@ def _compile(request: dict[str, Any]) -> dict[str, Any]:
         "shared_bytes": compiled.metadata.shared,
         "tensor_memory_columns": getattr(compiled.metadata, "tmem_size", None) or 0,
         "ptx": compiled.asm["ptx"],
+        "complaints": _complaints(compiled.asm["ptx"], request["arch"]) if source_type is GluonASTSource else [],
     }
+
+
+def _complaints(ptx: str, arch: int) -> list[str]:
+    """What the assembler has to say about WGMMA: that it waits after every instruction, and why."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name=sm_{arch}a", "-o", os.devnull, file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    return [line.strip() for line in said.splitlines() if "wgmma" in line and "serialized" in line]
 
 
 def _jit_function(path: str) -> Any:

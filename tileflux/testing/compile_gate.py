@@ -298,6 +298,7 @@ def _judge(case: CompileCase, arch: int, answer: Mapping[str, Any]) -> CompileRe
         problems.append(
             f"asks for {answer['shared_bytes']} bytes of shared memory, the chip has {SHARED_MEMORY_BYTES[arch]}"
         )
+    problems += answer["complaints"]
     columns = answer["tensor_memory_columns"]
     if columns > _TENSOR_MEMORY_COLUMNS:
         problems.append(f"asks for {columns} columns of tensor memory, the chip has {_TENSOR_MEMORY_COLUMNS}")

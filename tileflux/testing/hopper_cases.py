@@ -118,6 +118,7 @@ def _all_cases() -> tuple[CompileCase, ...]:
     cases += [_case(role, options="recorded") for role in (ARRIVING, STAGE)]
     cases += [_case(role, tile, options="whole") for role in (GATHER, SCATTER) for tile in ((128, 256), (64, 128))]
     cases += [_case(SPREAD, tile, options="whole") for tile in ((64, 128), (64, 64))]
+    cases += [_case(SPREAD, (64, 128), options="whole recorded"), _case(GATHER, (64, 128))]
     cases += [_case(GATHERED), _case(PLAIN, out=fp32), _case(PLAIN, dtype=torch.float16, out=torch.float16)]
     cases += [_case(PLAIN, activation=each) for each in ("relu", "gelu", "silu")]
     cases += [_case(role, (128, 128), fp8) for role in (PLAIN, STAGE)]
