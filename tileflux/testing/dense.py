@@ -180,13 +180,6 @@ def ragged_sizes(num_rows: int, world_size: int, seed: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """On the CPU by numpy's library: in torch's a forked rank may spin for ever, on locks of threads it has not."""
-    if left.device.type != "cpu":
-        return left @ right
-    return torch.from_numpy(left.detach().numpy() @ right.detach().numpy())
-
-
 def expected_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -197,7 +190,9 @@ def expected_gemm(
     scale_weight: Scale = None,
 ) -> torch.Tensor:
     """What ``gemm`` should return before it is rounded to its dtype, in fp64."""
-    y = _product(x.double(), weight.double().T)
+    left, right = x.detach().double(), weight.detach().double().T
+    # On the CPU by numpy's library: in torch's a forked rank may spin for ever, on locks of threads it has not.
+    y = left @ right if left.is_cuda else torch.from_numpy(left.numpy() @ right.numpy())
     if scale_x is not None:
         y = y * torch.as_tensor(scale_x).double().reshape(-1, 1)
     if scale_weight is not None:
