@@ -90,7 +90,7 @@ def test_keys_are_settled_from_the_bottom_up() -> None:
         f"tileflux.{file.parent.name}.{file.stem}"
         for folder in ("lang", "kernels")
         for file in (PACKAGE / folder).glob("*.py")
-        if "@triton.jit" in file.read_text()
+        if any(mark in file.read_text() for mark in ("@triton.jit", "@gluon.jit"))
     }
     assert set(loading._MODULES) == with_functions and len(loading._MODULES) == len(with_functions)
     for position, name in enumerate(loading._MODULES):

@@ -114,19 +114,22 @@ def test_an_unpicklable_result_comes_back_as_text() -> None:
     assert all(isinstance(result, str) and "lock" in result for result in results)
 
 
-def fail_in_turn(rank: int, world_size: int) -> None:
-    """Rank 2 fails first, rank 0 a little later, rank 1 returns, rank 3 would go on."""
-    if rank == 0:
-        time.sleep(0.5)  # also on a machine so busy that rank 2 starts late
-        raise KeyError("a consequence")
-    if rank == 2:
-        raise LookupError("the cause\nin two lines")
-    if rank == 3:
-        time.sleep(3)
-
-
 @THREADS_TOO
 def test_the_first_failure_in_time_comes_first(where: Any) -> None:
+    cause = multiprocessing.get_context("fork").Event()
+
+    def fail_in_turn(rank: int, world_size: int) -> None:
+        """Rank 2 fails first, rank 0 a little later, rank 1 returns, rank 3 would go on."""
+        if rank == 0:
+            assert cause.wait(10)  # a busy machine may start rank 2 late
+            time.sleep(0.1)
+            raise KeyError("a consequence")
+        if rank == 2:
+            cause.set()
+            raise LookupError("the cause\nin two lines")
+        if rank == 3:
+            time.sleep(3)
+
     start = time.perf_counter()
     with pytest.raises(RankFailed) as caught:
         run_ranks(fail_in_turn, 4, where=where, make_group=False)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
+from tileflux import env
 from tileflux.symm.group import Group
 
 __all__ = ["launching", "load_once", "lock", "settle_keys"]
@@ -85,6 +86,8 @@ def settle_keys() -> None:
     A key depends on whose key was computed before it: without this, a process that calls the ops in another order
     finds nothing of what earlier ones have compiled.
     """
+    if env.interpreting():
+        return  # nothing is compiled, and Gluon's functions find interpreted ones among those they call
     for name in _MODULES:
         functions = vars(importlib.import_module(name))
         for function in sorted(functions):

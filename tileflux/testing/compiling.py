@@ -152,6 +152,7 @@ def pretend(arch: int) -> None:
     hoppers: dict[str, Any] = {
         "_gemm_hopper_kernel": OnlyCompiled(vars(gemm_hopper_launch)["_gemm_hopper_kernel"]),
         "load_once": load,
+        "_flags": lambda device: None,
     }
     for name, value in hoppers.items():
         setattr(gemm_hopper_launch, name, value)
