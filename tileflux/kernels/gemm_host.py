@@ -176,10 +176,18 @@ class _Weight:
         return value
 
 
+def gelu(value: torch.Tensor) -> torch.Tensor:
+    """With ``erfc``, where torch's own in fp32 subtracts almost 1 from 1: far below zero little of it is left."""
+    if value.dtype != torch.float32 or value.is_cuda:
+        return functional.gelu(value)
+    tail: torch.Tensor = torch.special.erfc(value * -(0.5**0.5))
+    return tail.mul_(value).mul_(0.5)
+
+
 _ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
     None: lambda value: value,
     "relu": functional.relu,
-    "gelu": functional.gelu,
+    "gelu": gelu,
     "silu": functional.silu,
 }
 
