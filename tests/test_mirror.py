@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 TESTED_ELSEWHERE: dict[str, str] = {
     "kernels/reduce_host.py": "every test of tests/ops over CPU ranks, and test_copy.py against the kernel",
     "lang/exchange.py": "both kernels are made of it: test_copy.py and test_reduce.py of tests/kernels",
+    "lang/tiles.py": "both main loops are made of it: test_gemm.py of tests/kernels, and the compile cases of Hopper's",
     "symm/base.py": "abstract; its data classes are in test_host_copy.py and test_workspace.py",
     "testing/gemm_cases.py": "part of the cases that test_compile_cases.py of tests/testing compiles and judges",
     "testing/hopper_cases.py": "as gemm_cases.py",

@@ -26,28 +26,14 @@ import triton.language as tl
 from tileflux.lang.epilogue import activate, scaled
 from tileflux.lang.remote import typed
 from tileflux.lang.signal import clock_ns, taken
+from tileflux.lang.tiles import cut, feed_rows, leave_launch, locate, num_steps_of
 from tileflux.lang.trace import note_tile
-from tileflux.lang.turn import (
-    CHUNK_ROWS,
-    NUM_CHUNKS,
-    RANK,
-    SCALES,
-    confirm_call,
-    data,
-    feed,
-    fetch,
-    leave,
-    release,
-    shard,
-    word,
-)
+from tileflux.lang.turn import SCALES, data, fetch
 
 __all__ = ["NUMBERS"]
 
 NUMBERS = ("a", "b", "out", "bias", "scale_a", "scale_b", "M", "N", "K", "stride_a", "stride_b", "trace", "table_ptr")
 """Arguments that must not make a variant of the kernel by their value."""
-
-_COPY_BLOCK = tl.constexpr(2048)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -77,24 +63,13 @@ def _gemm_kernel(
     program = tl.program_id(0) - SPEC.num_feeders
     if SPEC.num_feeders > 0:  # noqa: SIM102 - `and` does not keep the compiler from what follows
         if program < 0:
-            row_bytes = K.to(tl.int64) * (SPEC.a_type.primitive_bitwidth // 8)
-            feeders = tl.full((), SPEC.num_feeders, tl.int32)
-            scaled_rows: tl.constexpr = SPEC.scale_a == "channel"
-            feed(
-                a, scale_a, row_bytes, table_ptr, tl.program_id(0), feeders, trace,
-                scaled_rows, SPEC.world_size, _COPY_BLOCK, SPEC.records,
-            )  # fmt: skip
+            feed_rows(a, scale_a, K, table_ptr, trace, SPEC)
     if program >= 0:
         _multiply_tiles(
             program, a, b, out, bias, scale_a, scale_b, M, N, K, (stride_a, stride_b), a_desc, rows_desc, b_desc,
             trace, table_ptr, ORDER, WAIT, FINISH, SPEC,
         )  # fmt: skip
-    if SPEC.releases:
-        release(table_ptr, SPEC.world_size)
-    elif SPEC.fetches:
-        leave(table_ptr, SPEC.world_size)
-    elif SPEC.has_table:
-        confirm_call(table_ptr)
+    leave_launch(table_ptr, SPEC)
 
 
 @triton.jit
@@ -103,14 +78,8 @@ def _multiply_tiles(
     table, ORDER: tl.constexpr, WAIT: tl.constexpr, FINISH: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Every tile of this program, in the order's sequence."""
-    rank, num_chunks, chunk_rows = _cut(M, table, SPEC)
-    num_m = tl.cdiv(chunk_rows, SPEC.block_m)
-    num_n = tl.cdiv(N, SPEC.block_n)
-    if SPEC.awaits_rows:
-        # A rank without columns still waits for everybody's rows: its buffer is not free before they have come.
-        num_n = tl.maximum(num_n, 1)
-    num_steps = SPEC.num_turns * SPEC.num_shards * num_chunks * num_m * num_n
-    cut = (rank, num_chunks, chunk_rows, num_m, num_n)
+    parts = cut(M, N, table, SPEC)
+    num_steps = num_steps_of(parts, SPEC)
     addresses = (a, b, out, bias, scale_a, scale_b)
     descriptors = (a_desc, rows_desc, b_desc)
     ready = num_steps * 0 - 1
@@ -120,34 +89,30 @@ def _multiply_tiles(
             # One ahead, so that it is there when this tile is done, and no further: a slow program would keep tiles.
             ticket = fetch(table, SPEC.world_size)
             ready = _tile(
-                step, ready, program, cut, addresses, (M, N, K), strides, descriptors, trace, table,
+                step, ready, program, parts, addresses, (M, N, K), strides, descriptors, trace, table,
                 ORDER, WAIT, FINISH, SPEC,
             )  # fmt: skip
             step = taken(ticket)
     else:
         for step in range(program, num_steps, tl.num_programs(0) - SPEC.num_feeders):
             ready = _tile(
-                step, ready, program, cut, addresses, (M, N, K), strides, descriptors, trace, table,
+                step, ready, program, parts, addresses, (M, N, K), strides, descriptors, trace, table,
                 ORDER, WAIT, FINISH, SPEC,
             )  # fmt: skip
 
 
 @triton.jit
 def _tile(
-    step, ready, program, cut, addresses, sizes, strides, descriptors, trace, table,
+    step, ready, program, parts, addresses, sizes, strides, descriptors, trace, table,
     ORDER: tl.constexpr, WAIT: tl.constexpr, FINISH: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """The tile of a step. ``ready`` is the chunk that this program has waited for last; returns it anew."""
-    rank, num_chunks, chunk_rows, num_m, num_n = cut
+    rank, num_chunks, _, num_m, num_n = parts
     a, b, out, bias, scale_a, scale_b = addresses
     M, N, K = sizes
     stride_a, stride_b = strides
     a_desc, rows_desc, b_desc = descriptors
-    owner, chunk, m, n, turn = ORDER(step, rank, SPEC.num_shards, num_chunks, num_m, num_n, SPEC.group_m)
-    first_row, num_rows = _shard(owner, M, table, SPEC)
-    row = chunk * chunk_rows + m * SPEC.block_m
-    # No tile goes past its chunk: the rows behind it are another flag's.
-    end = min(num_rows, (chunk + 1) * chunk_rows)
+    owner, chunk, m, n, turn, first_row, row, end = locate(step, parts, M, table, ORDER, SPEC)
     if row < end:
         if SPEC.records:
             begin = clock_ns()
@@ -181,30 +146,6 @@ def _tile(
         if SPEC.records:
             note_tile(trace, SPEC.world_size, step, program, owner, chunk, m, n, turn, begin, start, computed)
     return ready
-
-
-@triton.jit
-def _cut(M, table, SPEC: tl.constexpr):
-    """(rank, chunks a shard is cut into, rows of a chunk)."""
-    rank = M * 0
-    num_chunks = rank + 1
-    chunk_rows = M
-    if SPEC.has_table:
-        rank = word(table, RANK)
-    if SPEC.num_shards > 1:
-        num_chunks = word(table, NUM_CHUNKS)
-        chunk_rows = word(table, CHUNK_ROWS)
-    return rank, num_chunks, chunk_rows
-
-
-@triton.jit
-def _shard(owner, M, table, SPEC: tl.constexpr):
-    """(first row, number of rows) of a shard."""
-    first_row = M * 0
-    num_rows = M
-    if SPEC.num_shards > 1:
-        first_row, num_rows = shard(table, owner, SPEC.world_size)
-    return first_row, num_rows
 
 
 @triton.jit

@@ -29,8 +29,8 @@ from tileflux.lang.hopper import (
 )
 from tileflux.lang.schedule import next_piece, num_streamed, streamed_part
 from tileflux.lang.signal import await_neighbour, clock_ns, signal
+from tileflux.lang.tiles import cut, feed_rows, leave_launch, locate, num_steps_of
 from tileflux.lang.trace import note_tile
-from tileflux.lang.turn import CHUNK_ROWS, NUM_CHUNKS, RANK, confirm_call, feed, release, shard, word
 
 __all__ = ["NUMBERS"]
 
@@ -38,8 +38,6 @@ NUMBERS = (
     "a", "out", "bias", "scale_a", "scale_b", "M", "N", "K", "flags", "partials", "trace", "table_ptr"
 )  # fmt: skip
 """Arguments that must not make a variant of the kernel by their value."""
-
-_COPY_BLOCK = gl.constexpr(2048)
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -99,13 +97,17 @@ def _produce(
 ):  # fmt: skip
     """Load what the consumer will multiply, as soon as it is there."""
     a_ring, b_ring, empty, full = ring
-    cursor, end, step, num_steps, num_k = _begin(sizes, flags, table, SPEC)
+    M, N, K = sizes
+    parts = cut(M, N, table, SPEC)
+    rank, num_chunks, _, _, _ = parts
+    cursor, end, step, num_steps, num_k = _begin(parts, K, flags, SPEC)
     count = num_steps * 0
     ready = count - 1
     while (cursor < end) | (step < num_steps):
         this, first_k, end_k, cursor, step = next_piece(cursor, end, step, num_k, _num_multipliers(SPEC))
-        owner, chunk, m, n, turn, first_row, row, end_row, slab, rank = _locate(this, sizes, table, ORDER, SPEC)
+        owner, chunk, m, n, turn, first_row, row, end_row = locate(this, parts, M, table, ORDER, SPEC)
         if row < end_row:
+            slab = owner * num_chunks + chunk
             if slab != ready:
                 WAIT(table, owner, chunk, SPEC)
                 ready = slab
@@ -146,20 +148,16 @@ def _consume(
     LAYOUT: gl.constexpr = SPEC.accumulator_layout
     BLOCK_M: gl.constexpr = SPEC.block_m
     BLOCK_N: gl.constexpr = SPEC.block_n
-    cursor, end, step, num_steps, num_k = _begin(sizes, workspace[0], table, SPEC)
+    parts = cut(M, N, table, SPEC)
+    cursor, end, step, num_steps, num_k = _begin(parts, K, workspace[0], SPEC)
     program = gl.program_id(0) - SPEC.num_feeders
     if SPEC.num_feeders > 0:  # noqa: SIM102 - `and` does not keep the compiler from what follows
         if program < 0:
-            row_bytes = K.to(gl.int64) * (SPEC.a_type.primitive_bitwidth // 8)
-            feeders = num_steps * 0 + SPEC.num_feeders
-            feed(
-                a, factors[1], row_bytes, table, gl.program_id(0), feeders, trace,
-                False, SPEC.world_size, _COPY_BLOCK, SPEC.records,
-            )  # fmt: skip
+            feed_rows(a, factors[1], K, table, trace, SPEC)
     count = num_steps * 0
     while (cursor < end) | (step < num_steps):
         this, first_k, end_k, cursor, step = next_piece(cursor, end, step, num_k, _num_multipliers(SPEC))
-        owner, chunk, m, n, turn, first_row, row, end_row, slab, rank = _locate(this, sizes, table, ORDER, SPEC)
+        owner, chunk, m, n, turn, first_row, row, end_row = locate(this, parts, M, table, ORDER, SPEC)
         if row < end_row:
             if SPEC.records:
                 begin = clock_ns()
@@ -183,17 +181,14 @@ def _consume(
             if first_k == 0:
                 column = n * SPEC.block_n
                 value = _epilogue(total, first_row + row, first_row + end_row, column, N, factors, SPEC)
-                num_m, num_n = _num_tiles(sizes, table, SPEC)
-                place = (owner, first_row, row, column, end_row, N, (chunk * num_m + m) * num_n + n, turn)
+                number = (chunk * parts[3] + m) * parts[4] + n
+                place = (owner, first_row, row, column, end_row, N, number, turn)
                 FINISH(value, target, place, table, SPEC)
                 if SPEC.records:
                     note_tile(trace, SPEC.world_size, this, program, owner, chunk, m, n, turn, begin, start, computed)
     if SPEC.out_by_tma:
         tma.store_wait(pendings=0)
-    if SPEC.releases:
-        release(table, SPEC.world_size)
-    elif SPEC.has_table:
-        confirm_call(table)
+    leave_launch(table, SPEC)
 
 
 @gluon.jit
@@ -237,20 +232,15 @@ def _await_first(ring, count, turn, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _begin(sizes, flags, table, SPEC: gl.constexpr):
+def _begin(parts, K, flags, SPEC: gl.constexpr):
     """(cursor and end of the streamed part, first whole step, number of steps, blocks of K in a tile).
 
     A program that feeds has nothing to multiply. Without flags nothing is streamed.
     """
-    M, N, K = sizes
-    num_m, num_n = _num_tiles(sizes, table, SPEC)
-    num_chunks = num_m * 0 + 1
-    if SPEC.num_shards > 1:
-        num_chunks = word(table, NUM_CHUNKS)
-    num_steps = SPEC.num_turns * SPEC.num_shards * num_chunks * num_m * num_n
+    num_steps = num_steps_of(parts, SPEC)
     num_k = gl.cdiv(K, SPEC.block_k)
     program = gl.program_id(0) - SPEC.num_feeders
-    count = num_m * 0
+    count = num_steps * 0
     if SPEC.streams:  # noqa: SIM102
         if flags != 0:
             count = num_streamed(num_steps, _num_multipliers(SPEC))
@@ -265,40 +255,6 @@ def _begin(sizes, flags, table, SPEC: gl.constexpr):
 @gluon.jit
 def _num_multipliers(SPEC: gl.constexpr):
     return gl.num_programs(0) - SPEC.num_feeders
-
-
-@gluon.jit
-def _num_tiles(sizes, table, SPEC: gl.constexpr):
-    """Tiles of a chunk, down and across."""
-    M, N, K = sizes
-    rows = M
-    if SPEC.num_shards > 1:
-        rows = word(table, CHUNK_ROWS)
-    return gl.cdiv(rows, SPEC.block_m), gl.cdiv(N, SPEC.block_n)
-
-
-@gluon.jit
-def _locate(step, sizes, table, ORDER: gl.constexpr, SPEC: gl.constexpr):
-    """(owner, chunk, m, n, turn, first row of the shard, row in it, end of the rows, number of the chunk, rank)."""
-    M, N, K = sizes
-    num_m, num_n = _num_tiles(sizes, table, SPEC)
-    rank = step * 0
-    num_chunks = rank + 1
-    first_row = rank
-    num_rows = M
-    chunk_rows = M
-    if SPEC.has_table:
-        rank = word(table, RANK)
-    if SPEC.num_shards > 1:
-        num_chunks = word(table, NUM_CHUNKS)
-        chunk_rows = word(table, CHUNK_ROWS)
-    owner, chunk, m, n, turn = ORDER(step, rank, SPEC.num_shards, num_chunks, num_m, num_n, SPEC.group_m)
-    if SPEC.num_shards > 1:
-        first_row, num_rows = shard(table, owner, SPEC.world_size)
-    row = chunk * chunk_rows + m * SPEC.block_m
-    # No tile goes past its chunk: the rows behind it are another flag's.
-    end_row = min(num_rows, (chunk + 1) * chunk_rows)
-    return owner, chunk, m, n, turn, first_row, row, end_row, owner * num_chunks + chunk, rank
 
 
 @gluon.jit

@@ -19,6 +19,7 @@ from tileflux.kernels.loading import launching, load_once
 from tileflux.kernels.operands import ELEMENTS, GemmSpec, Operands, Role, make_spec
 from tileflux.kernels.prepared import Launcher, Tile, raw_stream, relaunchable
 from tileflux.kernels.turns import Turn
+from tileflux.lang.policy import wait_for_nothing
 from tileflux.lang.schedule import num_streamed, replay
 from tileflux.symm.group import Group
 
@@ -159,7 +160,7 @@ def hopper_family(operands: Operands, launch: Launch) -> list[HopperSpec]:
     for aligned, by_tma in ((True, True), (True, False), (False, False)):
         plain = dataclasses.replace(_plain_spec(operands, launch), out_aligned=aligned)
         if not by_tma or _may_leave_by_tma(operands, launch.role):
-            found.append(_make_spec(plain, launch.config, by_tma, False, launch.role.awaits_rows))
+            found.append(_make_spec(plain, launch.config, by_tma, False, _waits(launch.role)))
     return found
 
 
@@ -267,7 +268,7 @@ def make_hopper_spec(operands: Operands, launch: Launch, turn: Turn | None) -> H
     whole = turn is None or all(count % config.block_m == 0 for count in (*turn.plan.rows, turn.plan.chunk_rows))
     by_tma = whole and plain.out_aligned and _may_leave_by_tma(operands, role)
     streams = config.streams and launch.may_stream and role.num_turns == 1
-    return _make_spec(plain, config, by_tma, streams, role.awaits_rows)
+    return _make_spec(plain, config, by_tma, streams, _waits(role))
 
 
 def _plain_spec(operands: Operands, launch: Launch) -> GemmSpec:
@@ -278,12 +279,16 @@ def _plain_spec(operands: Operands, launch: Launch) -> GemmSpec:
     )  # fmt: skip
 
 
+def _waits(role: Role) -> bool:
+    return role.wait is not wait_for_nothing
+
+
 def _may_leave_by_tma(operands: Operands, role: Role) -> bool:
     return role.stores and operands.out.dtype in _HALVES
 
 
 @functools.lru_cache(maxsize=4096)
-def _make_spec(plain: GemmSpec, config: GemmConfig, by_tma: bool, streams: bool, awaits_rows: bool) -> HopperSpec:
+def _make_spec(plain: GemmSpec, config: GemmConfig, by_tma: bool, streams: bool, waits: bool) -> HopperSpec:
     stage = (config.block_m + config.block_n) * _ROW_BYTES
     # Two pieces on their way out, or one that changes hands between threads.
     leaving = config.block_m * _PIECE * (plain.out_type.primitive_bitwidth // 8) * (2 if by_tma else 1)
@@ -293,7 +298,7 @@ def _make_spec(plain: GemmSpec, config: GemmConfig, by_tma: bool, streams: bool,
         num_stages=min(_MAX_STAGES, (_SHARED_BYTES - leaving) // stage),
         out_by_tma=by_tma,
         streams=streams,
-        producer_registers=_WAITING_REGISTERS if awaits_rows else _LOADING_REGISTERS,
+        producer_registers=_WAITING_REGISTERS if waits else _LOADING_REGISTERS,
     )
 
 

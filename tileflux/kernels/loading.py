@@ -32,7 +32,19 @@ _LOOK_S = 0.001
 _nothing = contextlib.nullcontext()
 
 _loaded: set[Hashable] = set()
-_LANG = ("hopper", "signal", "trace", "remote", "mailbox", "exchange", "schedule", "epilogue", "turn", "policy")
+_LANG = (
+    "hopper",
+    "signal",
+    "trace",
+    "remote",
+    "mailbox",
+    "exchange",
+    "schedule",
+    "epilogue",
+    "turn",
+    "tiles",
+    "policy",
+)
 _KERNELS = ("fill", "copy", "reduce", "steps", "gemm", "gemm_hopper")
 _MODULES = (*(f"tileflux.lang.{name}" for name in _LANG), *(f"tileflux.kernels.{name}" for name in _KERNELS))
 """From the bottom up, so that a function comes after what it calls."""

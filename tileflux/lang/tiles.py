@@ -1,0 +1,74 @@
+"""What both GEMM main loops do around the tiles: cut the work up, find a step's tile, feed the peers, and leave."""
+
+import triton
+import triton.language as tl
+
+from tileflux.lang.turn import CHUNK_ROWS, NUM_CHUNKS, RANK, confirm_call, feed, leave, release, shard, word
+
+__all__ = ["cut", "feed_rows", "leave_launch", "locate", "num_steps_of"]
+
+_COPY_BLOCK = tl.constexpr(2048)
+
+
+@triton.jit
+def cut(M, N, table, SPEC: tl.constexpr):
+    """(rank, chunks a shard is cut into, rows of a chunk, tiles of a chunk down and across)."""
+    rank = M * 0
+    num_chunks = rank + 1
+    chunk_rows = M
+    if SPEC.has_table:
+        rank = word(table, RANK)
+    if SPEC.num_shards > 1:
+        num_chunks = word(table, NUM_CHUNKS)
+        chunk_rows = word(table, CHUNK_ROWS)
+    num_n = tl.cdiv(N, SPEC.block_n)
+    if SPEC.awaits_rows:
+        # A rank without columns still waits for everybody's rows: its buffer is not free before they have come.
+        num_n = tl.maximum(num_n, 1)
+    return rank, num_chunks, chunk_rows, tl.cdiv(chunk_rows, SPEC.block_m), num_n
+
+
+@triton.jit
+def num_steps_of(parts, SPEC: tl.constexpr):
+    """Steps of all programs, of what ``cut`` has given."""
+    _, num_chunks, _, num_m, num_n = parts
+    return SPEC.num_turns * SPEC.num_shards * num_chunks * num_m * num_n
+
+
+@triton.jit
+def locate(step, parts, M, table, ORDER: tl.constexpr, SPEC: tl.constexpr):
+    """(owner, chunk, m, n, turn, first row of the shard, row in it, end of the rows) of a step's tile.
+
+    There is no tile where row is not before the end.
+    """
+    rank, num_chunks, chunk_rows, num_m, num_n = parts
+    owner, chunk, m, n, turn = ORDER(step, rank, SPEC.num_shards, num_chunks, num_m, num_n, SPEC.group_m)
+    first_row = M * 0
+    num_rows = M
+    if SPEC.num_shards > 1:
+        first_row, num_rows = shard(table, owner, SPEC.world_size)
+    row = chunk * chunk_rows + m * SPEC.block_m
+    # No tile goes past its chunk: the rows behind it are another flag's.
+    return owner, chunk, m, n, turn, first_row, row, min(num_rows, (chunk + 1) * chunk_rows)
+
+
+@triton.jit
+def feed_rows(a, scale_a, K, table, trace, SPEC: tl.constexpr):
+    """What a program does that feeds: its part of this rank's rows, and of their scales, to every peer."""
+    row_bytes = K.to(tl.int64) * (SPEC.a_type.primitive_bitwidth // 8)
+    scaled_rows: tl.constexpr = SPEC.scale_a == "channel"
+    feed(
+        a, scale_a, row_bytes, table, tl.program_id(0), K * 0 + SPEC.num_feeders, trace,
+        scaled_rows, SPEC.world_size, _COPY_BLOCK, SPEC.records,
+    )  # fmt: skip
+
+
+@triton.jit
+def leave_launch(table, SPEC: tl.constexpr):
+    """The end of a program, whatever it has done."""
+    if SPEC.releases:
+        release(table, SPEC.world_size)
+    elif SPEC.fetches:
+        leave(table, SPEC.world_size)
+    elif SPEC.has_table:
+        confirm_call(table)
