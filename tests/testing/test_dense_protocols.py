@@ -12,9 +12,9 @@ import tileflux
 from tileflux import env
 from tileflux.config import TABLE
 from tileflux.errors import DataRace, Deadlock
-from tileflux.kernels import dense, gemm, steps
+from tileflux.kernels import dense, steps
 from tileflux.kernels.turns import Turn
-from tileflux.lang import policy, turn
+from tileflux.lang import policy, tiles, turn
 from tileflux.lang.policy import _store, _sum_tile, _wait, slot
 from tileflux.lang.remote import copy_run, part
 from tileflux.lang.signal import arrive, signal
@@ -130,7 +130,7 @@ BUGS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
         "gemm_rs pipelined",
         2,
     ),
-    "the first program gives back": (lambda p: p.setattr(gemm, "release", _hasty_release), "ag_gemm fused", 2),
+    "the first program gives back": (lambda p: p.setattr(tiles, "release", _hasty_release), "ag_gemm fused", 2),
     "no tile waits for its slot": (_plant_scatter(wait=policy.wait_for_nothing), "gemm_rs fused", 2),
     "a sum does not wait for a neighbour": (_plant_scatter(finish=_impatient_scatter_tile), "gemm_rs fused", 2),
     "halves do not alternate": (_plant_same_half, "gemm_rs fused", 2),
@@ -172,7 +172,7 @@ def _take_in_two_steps(counter):
 def _plant_leave(leave: Any) -> Callable[[Patch], None]:
     def plant(patch: Patch) -> None:
         patch.setattr(turn, "leave", leave)
-        patch.setattr(gemm, "leave", leave)
+        patch.setattr(tiles, "leave", leave)
 
     return plant
 
