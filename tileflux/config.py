@@ -264,6 +264,8 @@ class GemmConfig:
                 raise ValueError(f"{name}={getattr(self, name)} should be at least 1")
         if self.num_sms is not None and self.num_sms < 2:
             raise ValueError(f"num_sms={self.num_sms} should be at least 2: one program feeds, one multiplies")
+        if self.streams and not self.hopper:
+            raise ValueError("streams=True should come with hopper=True: only Hopper's own loop cuts tiles along K")
 
 
 @dataclass(frozen=True)

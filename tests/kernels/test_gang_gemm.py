@@ -11,9 +11,9 @@ import triton.language as tl
 import tileflux
 from tileflux import GemmConfig
 from tileflux.kernels.gemm import _gemm_kernel
-from tileflux.kernels.gemm_launch import GATHER, SCATTER, SPREAD
 from tileflux.kernels.operands import Operands, Role, make_spec
 from tileflux.kernels.plan import split_rows
+from tileflux.kernels.roles import GATHER, SCATTER, SPREAD
 from tileflux.kernels.turns import gather_shards, scatter_shards, spread_shards, turn
 from tileflux.testing import assert_close, poisoned
 

@@ -16,8 +16,9 @@ from tileflux import env
 from tileflux.config import CONTROL, GemmConfig
 from tileflux.errors import PeerTimeout
 from tileflux.kernels import gemm_host, gemm_launch
-from tileflux.kernels.gemm_launch import PLAIN, SCATTER, launch_gemm
+from tileflux.kernels.gemm_launch import launch_gemm
 from tileflux.kernels.operands import Operands, Role
+from tileflux.kernels.roles import PLAIN, SCATTER
 from tileflux.kernels.turns import gather_shards, scatter_shards, turn
 from tileflux.lang import signal as lang_signal
 from tileflux.lang.policy import store_tile, wait_for_nothing

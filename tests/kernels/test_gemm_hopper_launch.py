@@ -11,9 +11,10 @@ import torch
 
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_hopper_launch
-from tileflux.kernels.gemm_hopper_launch import Launch, _Flags, hopper_family, make_hopper_spec, takes
-from tileflux.kernels.gemm_launch import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
+from tileflux.kernels.gemm_hopper_launch import _Flags, hopper_family, make_hopper_spec, why_not_hopper
+from tileflux.kernels.gemm_shared import Launch
 from tileflux.kernels.operands import Operands
+from tileflux.kernels.roles import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
 from tileflux.testing.hopper_cases import TILES, hopper_config
 
 SHARED_BYTES = 232448
@@ -28,16 +29,15 @@ def operands(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Operands:
 @pytest.mark.parametrize("role", [PLAIN, ARRIVING, GATHER, GATHERED, SCATTER, STAGE, SPREAD])
 def test_it_takes_what_it_is_for(role: Any) -> None:
     for tile in TILES:
-        assert takes(operands(), role, hopper_config(*tile))
-    assert takes(operands(torch.float16), role, hopper_config(128, 256))
+        assert why_not_hopper(operands(), role, hopper_config(*tile)) is None
+    assert why_not_hopper(operands(torch.float16), role, hopper_config(128, 256)) is None
     fp8 = operands(torch.float8_e4m3fn)
-    assert takes(fp8, role, hopper_config(128, 128, torch.float8_e4m3fn))
+    assert why_not_hopper(fp8, role, hopper_config(128, 128, torch.float8_e4m3fn)) is None
 
 
 @pytest.mark.parametrize(
     ("given", "config", "role"),
     [
-        (operands(), dataclasses.replace(hopper_config(128, 256), hopper=False), PLAIN),
         (operands(), GemmConfig(128, 256, 32, hopper=True), PLAIN),
         (operands(), GemmConfig(128, 256, 64, num_warps=4, hopper=True), PLAIN),
         (operands(), GemmConfig(256, 256, 64, hopper=True), PLAIN),
@@ -66,13 +66,13 @@ def test_it_takes_what_it_is_for(role: Any) -> None:
     ],
 )
 def test_the_rest_is_left_to_the_other_loop(given: Operands, config: GemmConfig, role: Any) -> None:
-    assert not takes(given, role, config)
+    assert why_not_hopper(given, role, config)
 
 
 def launch(config: GemmConfig, role: Any = PLAIN, **changes: Any) -> Launch:
     made = Launch(
-        role, config, 512, 0, 132,
-        world_size=1, releases=False, use_tma=True, records=False, trace=None, may_stream=True,
+        role, config, num_rows=512, num_tiles=512, num_feeders=0, num_programs=132,
+        world_size=1, releases=False, fetches=False, use_tma=True, records=False, trace=None, may_stream=True,
     )  # fmt: skip
     return dataclasses.replace(made, **changes)
 

@@ -17,8 +17,8 @@ from tileflux import Group, env
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_host
 from tileflux.kernels.gemm_host import Tile, tiles
-from tileflux.kernels.gemm_launch import GATHER, PLAIN, SCATTER, SPREAD
 from tileflux.kernels.operands import Operands, Role
+from tileflux.kernels.roles import GATHER, PLAIN, SCATTER, SPREAD
 from tileflux.kernels.turns import ShardPlan, gather_shards, scatter_shards, spread_shards, turn
 from tileflux.testing import assert_close, nan_like, poisoned, run_ranks
 from tileflux.testing.dense import DENSE_DTYPES, SCALED_DTYPES, expected_gemm, gemm_case, reduction

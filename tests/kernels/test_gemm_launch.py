@@ -1,98 +1,26 @@
-"""How many programs a launch has, when TMA fits, and which variants are loaded for virtual ranks."""
+"""When TMA fits, which loop runs, and which variants are loaded for virtual ranks."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import tileflux
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_launch
-from tileflux.kernels.gemm_launch import (
-    GATHER,
-    GATHERED,
-    PLAIN,
-    SCATTER,
-    SPREAD,
-    launch_gemm,
-    num_programs,
-    shares_gpu,
-    sms_for,
-)
+from tileflux.kernels.gemm_launch import launch_gemm
+from tileflux.kernels.gemm_shared import Launch
 from tileflux.kernels.operands import Operands, make_spec
-from tileflux.kernels.turns import gather_shards, scatter_shards, spread_shards
+from tileflux.kernels.roles import GATHER, GATHERED, PLAIN, SCATTER, SPREAD
+from tileflux.kernels.turns import gather_shards
 from tileflux.kernels.turns import turn as make_turn
 
 CONFIG = GemmConfig(block_m=16, block_n=32, num_feeders=4)
-rows = st.lists(st.integers(0, 600), min_size=2, max_size=9).filter(any).map(tuple)
-
-
-def planned(plan: object) -> SimpleNamespace:
-    """A turn of which only the plan is looked at."""
-    return SimpleNamespace(plan=plan)
-
-
-@given(
-    rows=rows, num_columns=st.integers(0, 300), num_sms=st.integers(2, 200), num_feeders=st.integers(1, 300),
-    num_chunks=st.integers(1, 16),
-)  # fmt: skip
-def test_programs_are_resident_at_once_and_none_is_idle(
-    rows: tuple[int, ...], num_columns: int, num_sms: int, num_feeders: int, num_chunks: int
-) -> None:
-    config = dataclasses.replace(CONFIG, num_sms=num_sms, num_feeders=num_feeders, num_chunks=num_chunks)
-    gather = planned(gather_shards("op", rows, 32, False, num_chunks))
-    scatter = planned(scatter_shards("op", rows, max(1, num_columns), 2, config))
-    spread = planned(spread_shards("op", len(rows), sum(rows), max(1, num_columns), 2, config))
-    for role, turn in ((PLAIN, None), (GATHER, gather), (GATHERED, gather), (SCATTER, scatter), (SPREAD, spread)):
-        feeders, multipliers = num_programs(config, None, role, sum(rows), num_columns, turn)
-        assert feeders + multipliers <= num_sms and multipliers >= 1
-        assert (feeders > 0) == (role is GATHER)
-        assert feeders <= num_sms // 2 or feeders == 1, "at least half of the SMs multiply"
-    whole = -(-sum(rows) // 16) * -(-num_columns // 32)
-    for role, turn in ((PLAIN, None), (SPREAD, spread)):
-        assert num_programs(config, None, role, sum(rows), num_columns, turn) == (0, max(1, min(num_sms, whole)))
-    tiles = len(rows) * -(-max(rows) // 16) * -(-num_columns // 32)
-    assert num_programs(config, None, SCATTER, sum(rows), num_columns, scatter) == (0, max(1, min(num_sms, tiles)))
-
-
-def test_interpreted_programs_are_feeders_and_then_one_that_multiplies() -> None:
-    """They run one after the other: a second one that multiplies would come only when the first has ended."""
-    (group,) = tileflux.local_groups(1)
-    assert sms_for(group) == 1 or torch.cuda.is_available()
-    turn = planned(gather_shards("op", (64, 64), 32, False, 1))
-    if not torch.cuda.is_available():
-        assert num_programs(CONFIG, group, GATHER, 128, 64, turn) == (1, 1)
-        assert num_programs(CONFIG, group, SCATTER, 128, 64, turn) == (0, 1)
-    group.close()
-
-
-def test_a_groups_share_of_the_gpu_bounds_its_programs() -> None:
-    group = SimpleNamespace(traits=SimpleNamespace(num_sms=6))
-    turn = planned(gather_shards("op", (640, 640), 32, False, 1))
-    assert sms_for(group) == 6
-    assert num_programs(CONFIG, group, GATHER, 1280, 64, turn) == (3, 3)
-    assert num_programs(CONFIG, group, SCATTER, 1280, 64, turn) == (0, 6)
-
-
-@pytest.mark.parametrize(
-    ("links", "shares"),
-    [
-        (("self", "same GPU"), True),
-        (("NVLink", "self", "same GPU", "NVLink"), True),
-        (("self", "NVLink"), False),
-        (("PCIe", "self"), False),
-        (("self", "shared memory"), False),
-        (("self", "same process"), False),
-    ],
-)
-def test_who_shares_a_gpu_is_told_by_the_links(links: tuple[str, ...], shares: bool) -> None:
-    assert shares_gpu(SimpleNamespace(traits=SimpleNamespace(links=links))) == shares
-    assert not shares_gpu(None)
 
 
 class _Launched(Exception):
@@ -196,3 +124,38 @@ def test_blank_descriptors_have_the_types_of_real_ones() -> None:
             assert [None if each is None else (each.base.dtype, each.block_shape) for each in blank] == [
                 None if each is None else (each.base.dtype, each.block_shape) for each in real
             ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, "the GPU is not of Hopper's kind"),
+        ({"is_hopper": True, "fetches": True}, "its programs do not fetch tiles"),
+        ({"is_hopper": True, "dtype": torch.float32}, "tiles of 128 x 128 x 64 with 8 warps: it wants 32 of K"),
+        ({"is_hopper": True, "use_tma": False}, "rows or addresses are not multiples of 16 bytes"),
+    ],
+)
+def test_what_hoppers_loop_does_not_take_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], why: str
+) -> None:
+    monkeypatch.setattr(gemm_launch, "is_hopper", lambda device: changes.get("is_hopper", False))
+    gemm_launch._say_once.cache_clear()
+    config, operands = GemmConfig(hopper=True), make(128, 128, 128, changes.get("dtype", torch.bfloat16))
+    launch = Launch(
+        PLAIN, config, num_rows=128, num_tiles=1, num_feeders=0, num_programs=1, world_size=1, releases=False,
+        use_tma=changes.get("use_tma", True), fetches=changes.get("fetches", False),
+        records=False, trace=None, may_stream=True,
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO, "tileflux"):
+        for _ in range(3):
+            assert gemm_launch._runs_on_hopper(operands, launch) is ("use_tma" in changes), "virtual ranks load both"
+    (said,) = caplog.messages
+    assert said.startswith("gemm runs Triton's loop although GemmConfig(hopper=True): ") and why in said
+
+
+def test_hoppers_loop_runs_only_what_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_launch, "is_hopper", lambda device: True)
+    launch = SimpleNamespace(config=GemmConfig(), role=PLAIN, fetches=False, use_tma=True)
+    assert not gemm_launch._runs_on_hopper(make(128, 128, 128), launch)
+    launch.config = GemmConfig(hopper=True)
+    assert gemm_launch._runs_on_hopper(make(128, 128, 128), launch)

@@ -9,8 +9,8 @@ import torch
 import triton.language as tl
 
 from tileflux.config import GemmConfig
-from tileflux.kernels.gemm_launch import GATHER, PLAIN, SCATTER, SPREAD
 from tileflux.kernels.operands import ELEMENTS, GemmSpec, Operands, Role, make_spec, scale_kind
+from tileflux.kernels.roles import GATHER, PLAIN, SCATTER, SPREAD
 
 CONFIG = GemmConfig(block_m=16, block_n=16, block_k=32)
 

@@ -17,11 +17,12 @@ from triton import knobs
 
 import tileflux
 from tileflux import GemmConfig
-from tileflux.kernels import gemm_launch, prepared
-from tileflux.kernels.gemm_launch import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE, launch_gemm
+from tileflux.kernels import gemm_launch, gemm_shared, prepared
+from tileflux.kernels.gemm_launch import launch_gemm
 from tileflux.kernels.operands import Operands, Role
 from tileflux.kernels.prepared import Kept, launch_step
 from tileflux.kernels.recording import recording
+from tileflux.kernels.roles import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
 from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, spread_shards, turn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8)
@@ -109,8 +110,8 @@ def test_triton_launches_while_somebody_listens_or_its_launcher_is_unknown(
 def gemm_kernel(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(gemm_launch, "_gemm_kernel", kernel)
     monkeypatch.setattr(gemm_launch, "_has_tma", lambda device: True)
-    monkeypatch.setattr(gemm_launch, "_is_interpreted", lambda group: False)
-    monkeypatch.setattr(gemm_launch, "sms_for", lambda group: 12)
+    monkeypatch.setattr(gemm_shared, "_is_interpreted", lambda group: False)
+    monkeypatch.setattr(gemm_shared, "sms_for", lambda group: 12)
     monkeypatch.setattr(gemm_launch, "_plain", Kept())
     return kernel
 

@@ -15,9 +15,10 @@ from tileflux import env
 from tileflux.config import TRACE, GemmConfig
 from tileflux.kernels import gemm_launch
 from tileflux.kernels import recording as module
-from tileflux.kernels.gemm_launch import GATHER, PLAIN, SCATTER, SPREAD, launch_gemm
+from tileflux.kernels.gemm_launch import launch_gemm
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.recording import HostRecording, Launch, Recorder, current_recorder, recording, reserve
+from tileflux.kernels.roles import GATHER, PLAIN, SCATTER, SPREAD
 from tileflux.kernels.turns import gather_shards, scatter_shards, spread_shards, turn
 from tileflux.perf.timeline import TileSpan, Transfer
 from tileflux.symm.group import Group

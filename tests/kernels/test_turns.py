@@ -29,6 +29,7 @@ def test_gathered_rows_are_cut_into_whole_tiles(
     plan = gather_shards("op", rows, row_bytes, scaled, num_chunks)
     assert 1 <= plan.num_chunks <= num_chunks and plan.num_flags == MAX_CHUNKS
     assert plan.chunk_rows % 256 == 0 or plan.num_chunks == 1
+    assert plan.chunk_rows <= max(1, *rows), "steps that are no tile on any rank"
     for rank, count in enumerate(rows):
         chunks = [plan.chunk(rank, index) for index in range(plan.num_chunks)]
         assert [row for chunk in chunks for row in chunk] == list(range(count))

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from tileflux.config import GemmConfig
-from tileflux.kernels import gemm_hopper_launch, gemm_launch
+from tileflux.kernels import gemm_hopper_launch, gemm_launch, gemm_shared, roles
 from tileflux.kernels.loading import settle_keys
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.prepared import Kept
@@ -55,7 +55,7 @@ class Launches:
 
 def launch(name: str, config: GemmConfig, shape: tuple[int, int, int], world_size: int, is_virtual: bool) -> None:
     """One launch, with descriptors of real sizes and a table, as within a call."""
-    (m, n, k), role, kind = shape, getattr(gemm_launch, name), torch.bfloat16
+    (m, n, k), role, kind = shape, getattr(roles, name), torch.bfloat16
     is_alone = world_size == 1
     group = SimpleNamespace(
         name="a group", world_size=world_size,
@@ -63,7 +63,7 @@ def launch(name: str, config: GemmConfig, shape: tuple[int, int, int], world_siz
         stream=object() if is_virtual else None, device=torch.device("cpu"),
     )  # fmt: skip
     here = None
-    if role is not gemm_launch.PLAIN:
+    if role is not roles.PLAIN:
         plan = gather_shards("ag_gemm", (m // world_size,) * world_size, 2 * k, False, config.num_chunks)
         gathered = torch.empty(m, k, dtype=kind)
         table = torch.zeros(50, dtype=torch.int64)
@@ -71,7 +71,7 @@ def launch(name: str, config: GemmConfig, shape: tuple[int, int, int], world_siz
     x = torch.empty(m // world_size if role.gathers else m, k, dtype=kind)
     operands = Operands(x, torch.empty(n, k, dtype=kind), torch.empty(m, n, dtype=kind))
     group = None if is_alone else group  # type: ignore[assignment]
-    releases = here is not None and role is not gemm_launch.STAGE
+    releases = here is not None and role is not roles.STAGE
     gemm_launch.launch_gemm(operands, role, config, group=group, turn=here, releases=releases)  # type: ignore[arg-type]
 
 
@@ -85,8 +85,8 @@ def main() -> None:
     gemm_launch.is_hopper = lambda device: True  # type: ignore[assignment]
     flags = SimpleNamespace(take=lambda: 4096, keep=lambda: 8192)
     gemm_hopper_launch._flags = lambda device: flags  # type: ignore[assignment]
-    gemm_launch._is_interpreted = lambda group: False
-    gemm_launch.sms_for = lambda group: NUM_SMS
+    gemm_shared._is_interpreted = lambda group: False
+    gemm_shared.sms_for = lambda group: NUM_SMS
     settle_keys()
     for asked in pickle.load(sys.stdin.buffer):
         launch(*asked)

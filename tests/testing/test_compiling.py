@@ -20,7 +20,7 @@ from triton import knobs
 
 from tileflux import ops
 from tileflux.config import GemmConfig, GemmProblem
-from tileflux.kernels import dense, gemm_launch
+from tileflux.kernels import dense, roles
 from tileflux.kernels.operands import Operands
 from tileflux.testing import compiling, run_ranks
 from tileflux.testing.compiling import Compilers, Variant, variants
@@ -90,7 +90,7 @@ def test_what_is_compiled_is_what_the_op_launches(
     else:
         dense.run_scatter(group, operands, (16,) * 4, "fused", CONFIG)
     wanted = FUSED[op, algorithm, by_copies]
-    assert launched == [(getattr(gemm_launch, wanted), CONFIG, wanted != "STAGE")]
+    assert launched == [(getattr(roles, wanted), CONFIG, wanted != "STAGE")]
     plain, fused = variants(make_problem(op), [Candidate("fused", algorithm, CONFIG)], group)
     assert (plain.role, plain.world_size) == ("PLAIN", 1) and (fused.role, fused.world_size) == (wanted, 4)
     assert fused.config.num_feeders == (8 if wanted == "GATHER" else 1)

@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from tileflux import ops
 from tileflux.config import GemmConfig
-from tileflux.kernels import gemm_launch, steps
+from tileflux.kernels import roles, steps
 from tileflux.kernels.operands import Operands, make_spec
 from tileflux.kernels.prepared import Launcher
 from tileflux.symm.group import Group
@@ -105,7 +105,7 @@ def make_launcher(compiled: Compiled, role: Any = None) -> Launcher:
     if role is None:
         return Launcher(compiled, 0, (8, 2048))
     operands = Operands(torch.zeros(4, 32), torch.zeros(8, 32), torch.zeros(4, 8))
-    world_size = 1 if role is gemm_launch.PLAIN else 4
+    world_size = 1 if role is roles.PLAIN else 4
     spec = make_spec(
         operands, role, GemmConfig(), world_size=world_size, num_feeders=0, releases=world_size > 1, use_tma=False
     )
@@ -119,7 +119,7 @@ def test_everything_that_is_queued_is_noted_once_and_happens(monkeypatch: pytest
     kernel = JITFunction.__new__(JITFunction)
     step, fused, plain = Compiled(), Compiled(), Compiled()
     launchers = [
-        make_launcher(step), make_launcher(fused, gemm_launch.ARRIVING), make_launcher(plain, gemm_launch.PLAIN)
+        make_launcher(step), make_launcher(fused, roles.ARRIVING), make_launcher(plain, roles.PLAIN)
     ]  # fmt: skip
     a, b, out = torch.randn(3, 4), torch.randn(4, 5), torch.full((3, 5), torch.nan)
     target = torch.full((3, 5), torch.nan)

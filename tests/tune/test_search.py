@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tileflux.config import GemmConfig, GemmProblem
-from tileflux.kernels.gemm_hopper_launch import takes
-from tileflux.kernels.gemm_launch import ARRIVING
+from tileflux.kernels.gemm_hopper_launch import why_not_hopper
 from tileflux.kernels.operands import Operands
+from tileflux.kernels.roles import ARRIVING
 from tileflux.tune import search as search_module
 from tileflux.tune.lookup import ITEMSIZE, rule
 from tileflux.tune.search import Candidate, Outcome, as_candidate, candidates, refinements, search
@@ -104,7 +104,7 @@ def test_hoppers_own_loop_is_tried_with_tiles_that_it_takes(dtype: str) -> None:
     kind = getattr(torch, dtype)
     x, weight = torch.empty(512, 256, dtype=kind), torch.empty(512, 256, dtype=kind)
     operands = Operands(x, weight, torch.empty(512, 512, dtype=torch.bfloat16))
-    assert len(found) >= 3 and all(takes(operands, ARRIVING, config) for config in found)
+    assert len(found) >= 3 and all(why_not_hopper(operands, ARRIVING, config) is None for config in found)
     assert all(config.streams for config in found)
     shared = [each.config for each in candidates(dataclasses.replace(problem, link="same GPU"))]
     assert [config.streams for config in shared if config.hopper] == [False] * len(found)

@@ -19,12 +19,14 @@ import torch
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_host, library, steps
 from tileflux.kernels.copy import move
-from tileflux.kernels.gemm_launch import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE, launch_gemm, sms_for
+from tileflux.kernels.gemm_launch import launch_gemm
+from tileflux.kernels.gemm_shared import sms_for
 from tileflux.kernels.launch import on_host
 from tileflux.kernels.loading import load_once
 from tileflux.kernels.operands import Operands, Role
 from tileflux.kernels.plan import gather_plan, reduce_plan
 from tileflux.kernels.reduce import reduce
+from tileflux.kernels.roles import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
 from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, spread_shards, turn
 from tileflux.symm.group import Group
 

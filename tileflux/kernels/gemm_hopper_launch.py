@@ -15,6 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tileflux.config import GemmConfig
 from tileflux.kernels.gemm_hopper import _gemm_hopper_kernel
+from tileflux.kernels.gemm_shared import Launch, address, constants, side_addresses, table_of
 from tileflux.kernels.loading import launching, load_once
 from tileflux.kernels.operands import ELEMENTS, GemmSpec, Operands, Role, make_spec
 from tileflux.kernels.prepared import Launcher, Tile, raw_stream, relaunchable
@@ -25,14 +26,13 @@ from tileflux.symm.group import Group
 
 __all__ = [
     "HopperSpec",
-    "Launch",
     "Prepared",
     "hopper_family",
     "is_hopper",
     "launch_hopper",
     "load_hopper",
     "make_hopper_spec",
-    "takes",
+    "why_not_hopper",
 ]
 
 _PIECE = 64  # columns that are stored at a time, as in lang/hopper.py
@@ -76,46 +76,30 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def takes(operands: Operands, role: Role, config: GemmConfig) -> bool:
-    """Whether this loop can do it; alignment for TMA is another question."""
+def why_not_hopper(operands: Operands, role: Role, config: GemmConfig) -> str | None:
+    """What keeps this loop from doing it, or nothing; alignment for TMA is another question."""
     x, weight = operands.x, operands.weight
-    if not config.hopper or operands.is_gated:
-        return False
     num_warps = _num_warps(config)
     accumulators = config.block_m * config.block_n // (32 * num_warps)
+    tile = f"tiles of {config.block_m} x {config.block_n} x {config.block_k} with {config.num_warps} warps"
+    if operands.is_gated:
+        return "it has no gated activations"
     if config.block_m not in (64, 128, 256) or config.block_n < _PIECE or accumulators > _MAX_ACCUMULATORS:
-        return False
+        return f"{tile}: it has 64, 128 or 256 rows, from {_PIECE} columns on, as far as registers go"
     if config.block_k * x.element_size() != _ROW_BYTES or config.num_warps != num_warps:
-        return False
+        return f"{tile}: it wants {_ROW_BYTES // x.element_size()} of K, and {num_warps} warps"
     if accumulators == _MAX_ACCUMULATORS and operands.activation == "gelu" and role.awaits_rows:
-        return False  # spills
+        return f"{tile} and gelu leave it too few registers"
     if role.gathers and operands.scale_x is not None and operands.scale_x.dim():
-        return False  # scales of the rows come in another place than one's own
-    if x.dtype in _FP8:
+        return "scales of gathered rows come in another place than one's own"
+    if x.dtype in _FP8 and weight.dtype in _FP8:
         # One stage's products are added up apart: twice the registers. WGMMA reads fp8 along K alone.
         # And bf16 keeps 8 bits of the result, and does not notice the 14 that products are added with; others would.
-        fits = operands.k_major and 2 * accumulators <= _MAX_ACCUMULATORS
-        return fits and weight.dtype in _FP8 and operands.out.dtype is torch.bfloat16
-    return x.dtype in _HALVES and weight.dtype == x.dtype
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What is decided about a launch before it is known which loop runs it."""
-
-    role: Role
-    config: GemmConfig
-    num_rows: int
-    num_feeders: int
-    num_programs: int
-    """Feeders and all."""
-    world_size: int
-    releases: bool
-    use_tma: bool
-    records: bool
-    trace: torch.Tensor | None
-    may_stream: bool
-    """Every step is a tile, and nobody else's programs hold SMs that this launch's wait for."""
+        fits = operands.k_major and 2 * accumulators <= _MAX_ACCUMULATORS and operands.out.dtype is torch.bfloat16
+        return None if fits else f"{tile}: fp8 wants half the tile, a weight contiguous along K, and a bf16 result"
+    if x.dtype not in _HALVES or weight.dtype != x.dtype:
+        return f"it does not multiply {x.dtype} by {weight.dtype}"
+    return None
 
 
 def launch_hopper(
@@ -126,8 +110,7 @@ def launch_hopper(
     load_hopper(operands, launch, group, [spec])
     if load_only:
         return None
-    num_tiles = _num_tiles(operands, launch, turn)
-    streams = spec.streams and bool(_NUM_STREAMED(num_tiles, launch.num_programs - launch.num_feeders))
+    streams = spec.streams and bool(_NUM_STREAMED(launch.num_tiles, launch.num_programs - launch.num_feeders))
     prepared = Prepared(operands, launch, turn, spec, streams)
     descriptors = _descriptors(operands, spec, turn if launch.role.gathers else None)
     first, last, _partials = prepared.arguments(operands, turn)
@@ -136,7 +119,7 @@ def launch_hopper(
     if launch.trace is not None or not relaunchable(_gemm_hopper_kernel):
         return None
     device = operands.x.device
-    prepared.keep(Launcher(compiled, device.index or 0, _constants(launch.role, spec)), descriptors)
+    prepared.keep(Launcher(compiled, device.index or 0, constants(launch.role, spec)), descriptors)
     return prepared
 
 
@@ -148,7 +131,7 @@ def load_hopper(operands: Operands, launch: Launch, group: Group | None, specs: 
         def load(spec: HopperSpec = spec) -> None:
             if spec.streams:
                 _flags(device)  # made now: not while a graph is captured
-            last = (0, 0, 0, _no_table(device))
+            last = (0, 0, 0, table_of(None, device))
             _start(0, (0,) * _NUM_FIRST, _blank_descriptors(operands, spec, role), last, role, spec)
 
         load_once(device, (role.name, spec, launch.config), load, group)
@@ -168,7 +151,7 @@ def _start(
     grid: int, first: tuple[int, ...], descriptors: tuple[Any, ...], last: tuple[Any, ...], role: Role, spec: HopperSpec
 ) -> Any:
     return _gemm_hopper_kernel[(grid,)](
-        *first, *descriptors, *last, *_constants(role, spec), num_warps=spec.num_warps
+        *first, *descriptors, *last, *constants(role, spec), num_warps=spec.num_warps
     )  # fmt: skip
 
 
@@ -200,11 +183,8 @@ class Prepared:
         if flags:
             # Once this is launched, the allocator gives it to nobody else before this stream is done with it.
             partials = torch.empty(self._partial_bytes, dtype=torch.uint8, device=self._device)
-        bias = operands.bias if operands.adds_bias else None
-        addresses = (_address(each) for each in (bias, operands.scale_x, operands.scale_weight))
-        first = (operands.x.data_ptr(), operands.out.data_ptr(), *addresses, *self._sizes)
-        table = _no_table(self._device) if turn is None else turn.table
-        return first, (flags, _address(partials), _address(self._trace), table), partials
+        first = (operands.x.data_ptr(), operands.out.data_ptr(), *side_addresses(operands), *self._sizes)
+        return first, (flags, address(partials), address(self._trace), table_of(turn, self._device)), partials
 
     def launch(self, operands: Operands, turn: Turn | None) -> None:
         """Queue it with these addresses."""
@@ -306,15 +286,6 @@ def _num_warps(config: GemmConfig) -> int:
     return 4 if config.block_m == 64 else 8
 
 
-def _num_tiles(operands: Operands, launch: Launch, turn: Turn | None) -> int:
-    config = launch.config
-    across = -(-operands.num_columns // config.block_n)
-    if turn is None:
-        return -(-launch.num_rows // config.block_m) * across
-    plan = turn.plan
-    return len(plan.rows) * plan.num_chunks * -(-plan.chunk_rows // config.block_m) * across
-
-
 def _descriptors(operands: Operands, spec: HopperSpec, turn: Turn | None) -> tuple[TensorDescriptor | None, ...]:
     """Of the rows, the rows that arrive, the weight and the result."""
     x, weight = operands.x, operands.weight
@@ -345,16 +316,3 @@ def _describe(tensor: torch.Tensor, block: list[int], stride: int | None = None)
     layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENTS[tensor.dtype])
     strides = [tensor.stride(0) if stride is None else stride, 1]
     return TensorDescriptor(tensor, list(tensor.shape), strides, block, layout)
-
-
-def _constants(role: Role, spec: HopperSpec) -> tuple[object, ...]:
-    return role.order, role.wait, role.finish, spec
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-@functools.cache
-def _no_table(device: torch.device) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int64, device=device)

@@ -10,9 +10,10 @@ from torch.nn import functional
 
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_host
-from tileflux.kernels.gemm_launch import PLAIN, launch_gemm
+from tileflux.kernels.gemm_launch import launch_gemm
 from tileflux.kernels.launch import on_host
 from tileflux.kernels.operands import Operands
+from tileflux.kernels.roles import PLAIN
 
 __all__ = ["multiply", "multiply_tiles", "uses_torch"]
 

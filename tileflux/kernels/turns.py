@@ -88,10 +88,10 @@ def _round_up(value: int, multiple: int) -> int:
 @functools.lru_cache(maxsize=4096)
 def gather_shards(op: str, rows: tuple[int, ...], row_bytes: int, scaled: bool, num_chunks: int) -> ShardPlan:
     """All-gather: a buffer for all rows, a flag per chunk. Ranks may differ in N, so nothing here depends on it."""
-    longest = max(rows)
-    # Cuts are on whole tiles of any size; with one chunk the shard itself is the chunk.
-    chunk_rows = max(1, longest) if num_chunks == 1 else max(256, _round_up(-(-longest // num_chunks), 256))
-    num_chunks = max(1, -(-longest // chunk_rows))
+    longest = max(1, *rows)
+    # Cuts are on whole tiles of any size; a shard that is not cut is the chunk itself, and has no steps behind its end.
+    chunk_rows = min(longest, _round_up(-(-longest // num_chunks), 256))
+    num_chunks = -(-longest // chunk_rows)
     scales = _round_up(sum(rows) * row_bytes, _ALIGNMENT)
     data_bytes = scales + 4 * sum(rows) if scaled else sum(rows) * row_bytes
     return ShardPlan(op, rows, num_chunks, chunk_rows, MAX_CHUNKS, data_bytes, scales=scales)

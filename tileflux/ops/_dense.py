@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -20,6 +20,8 @@ from tileflux.tune.lookup import STRATEGIES, Choice, lookup, num_readings
 __all__ = [
     "ACTIVATIONS",
     "FLOATS",
+    "Decided",
+    "Inputs",
     "as_scale",
     "call_key",
     "check_dense",
@@ -27,11 +29,11 @@ __all__ = [
     "choose",
     "config_from",
     "config_text",
+    "make_inputs",
     "make_operands",
     "out_type",
     "product",
     "refuse_gradient",
-    "row_major",
 ]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -41,6 +43,35 @@ _FP8_CAPABILITY = (8, 9)
 _INT8_DEPTH = 2**31 // 128**2 - 1
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _log = logging.getLogger("tileflux")
+
+
+class Inputs(NamedTuple):
+    """The tensors of a product, in the order in which every dense op takes them."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    scale_x: torch.Tensor | None
+    scale_weight: torch.Tensor | None
+
+
+class Decided(NamedTuple):
+    """What follows from a call's shapes and types: kept for the next such call."""
+
+    problem: GemmProblem
+    choice: Choice
+    out_dtype: torch.dtype
+
+
+def make_inputs(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale_x: torch.Tensor | float | None,
+    scale_weight: torch.Tensor | float | None,
+) -> Inputs:
+    """With scales that are numbers made tensors."""
+    return Inputs(x, weight, bias, as_scale(scale_x, x), as_scale(scale_weight, x))
 
 
 def call_key(tensors: Iterable[Any], group: Any, *options: object) -> tuple[object, ...] | None:
@@ -178,7 +209,7 @@ def as_scale(scale: torch.Tensor | float | None, like: torch.Tensor) -> torch.Te
     return torch.full((), float(scale), dtype=torch.float32, device=like.device)
 
 
-def row_major(x: torch.Tensor) -> torch.Tensor:
+def _row_major(x: torch.Tensor) -> torch.Tensor:
     """``x`` with contiguous rows; its rows may lie apart."""
     return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
 
@@ -230,17 +261,10 @@ def config_from(text: str) -> GemmConfig | None:
     return GemmConfig(**{**given, **switches, "num_sms": given["num_sms"] or None})
 
 
-def make_operands(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale_x: torch.Tensor | None,
-    scale_weight: torch.Tensor | None,
-    activation: str | None = None,
-    adds_bias: bool = True,
-) -> Operands:
-    """Operands as kernels want them: contiguous vectors, nothing that requires a gradient."""
+def make_operands(inputs: Inputs, out: torch.Tensor, activation: str = "", adds_bias: bool = True) -> Operands:
+    """Operands as kernels want them: contiguous rows and vectors, nothing that requires a gradient."""
+    x, weight, bias, scale_x, scale_weight = inputs
+    x = _row_major(x)
     return Operands(
         x.detach() if x.requires_grad else x,
         weight.detach() if weight.requires_grad else weight,

@@ -15,12 +15,12 @@ gathered rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from tileflux.config import GemmConfig, GemmProblem
+from tileflux.config import GemmConfig
 from tileflux.kernels.dense import run_gather
 from tileflux.kernels.library import multiply_tiles
 from tileflux.kernels.prepared import Kept
@@ -30,7 +30,7 @@ from tileflux.ops._library import eager_only, register
 from tileflux.ops.all_gather import all_gather_reference
 from tileflux.ops.gemm import gemm_reference
 from tileflux.symm.group import Group, group_by_name
-from tileflux.tune.lookup import Choice, problem_for
+from tileflux.tune.lookup import problem_for
 
 __all__ = ["ag_gemm", "ag_gemm_reference"]
 
@@ -74,27 +74,44 @@ def ag_gemm(
         rows = _check(x, weights, biases, scale_x, scales, group, sizes, activation)
         _dense.check_strategy("ag_gemm", strategy, config)
         kind = _dense.out_type("ag_gemm", x, out_dtype)
-    else:
-        rows, kind, problem, choice = known
     scale_list: list[Any] = [_dense.as_scale(scale, x) for scale in scales]
-    operands = (x, weights, biases, _dense.as_scale(scale_x, x), scale_list)
+    inputs = _Inputs(x, weights, biases, _dense.as_scale(scale_x, x), scale_list, activation or "")
     if known is None:
         arguments = (
-            *operands, group.name, list(rows), activation or "", kind, strategy, return_gathered,
+            *inputs[:-1], group.name, list(rows), inputs.activation, kind, strategy, return_gathered,
             _dense.config_text(config),
         )  # fmt: skip
         results = torch.ops.tileflux.ag_gemm(*arguments) if not outs else _run(*arguments, outs)
         if key is not None:
-            problem = _problem(x, weights, group, rows, activation or "")
-            _known.keep(key, (rows, kind, problem, _dense.choose(problem, strategy, config)))
+            _known.keep(key, (rows, _decide(inputs, group, rows, kind, strategy, config)))
     else:
-        results = _multiply(*operands, group, rows, activation or "", kind, return_gathered, problem, choice, outs)
+        results = _multiply(inputs, group, *known, return_gathered, outs)
     gathered = results[len(weights) :]
     values = results[0] if single else tuple(results[: len(weights)])
     return (values, gathered[0]) if return_gathered else values
 
 
-_known: Kept[tuple[tuple[int, ...], torch.dtype, GemmProblem, Choice]] = Kept()
+class _Inputs(NamedTuple):
+    x: torch.Tensor
+    weights: list[torch.Tensor]
+    biases: list[torch.Tensor]
+    scale_x: torch.Tensor | None
+    scale_weights: list[torch.Tensor]
+    activation: str
+
+    def part(self, index: int) -> _dense.Inputs:
+        """Of one weight."""
+        bias = self.biases[index] if self.biases else None
+        return _dense.Inputs(
+            self.x, self.weights[index], bias, self.scale_x, self.scale_weights[index] if self.scale_weights else None
+        )
+
+    def num_columns(self, index: int) -> int:
+        """Of one weight's result."""
+        return _width(self.weights[index], self.activation)
+
+
+_known: Kept[tuple[tuple[int, ...], _dense.Decided]] = Kept()
 
 
 def _check(
@@ -144,41 +161,39 @@ def _run(
     outs: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     group, shards = group_by_name(group_name), tuple(rows)
-    problem = _problem(x, weights, group, shards, activation)
-    choice = _dense.choose(problem, strategy, _dense.config_from(config))
-    return _multiply(
-        x, weights, biases, scale_x, scale_weights, group, shards, activation, out_dtype, return_gathered,
-        problem, choice, outs or [],
-    )  # fmt: skip
+    inputs = _Inputs(x, weights, biases, scale_x, scale_weights, activation)
+    decided = _decide(inputs, group, shards, out_dtype, strategy, _dense.config_from(config))
+    return _multiply(inputs, group, shards, decided, return_gathered, outs or [])
 
 
-def _problem(
-    x: torch.Tensor, weights: list[torch.Tensor], group: Group, rows: tuple[int, ...], activation: str
-) -> GemmProblem:
-    widest = max(_width(weight, activation) for weight in weights)
-    return problem_for("ag_gemm", sum(rows), widest, x.shape[1], x.dtype, x.device, group, activation)
+def _decide(
+    inputs: _Inputs,
+    group: Group,
+    rows: tuple[int, ...],
+    out_dtype: torch.dtype,
+    strategy: str,
+    config: GemmConfig | None,
+) -> _dense.Decided:
+    x, widest = inputs.x, max(map(inputs.num_columns, range(len(inputs.weights))))
+    problem = problem_for("ag_gemm", sum(rows), widest, x.shape[1], x.dtype, x.device, group, inputs.activation)
+    return _dense.Decided(problem, _dense.choose(problem, strategy, config), out_dtype)
 
 
 def _multiply(
-    x: torch.Tensor,
-    weights: list[torch.Tensor],
-    biases: list[torch.Tensor],
-    scale_x: torch.Tensor | None,
-    scale_weights: list[torch.Tensor],
+    inputs: _Inputs,
     group: Group,
     rows: tuple[int, ...],
-    activation: str,
-    out_dtype: torch.dtype,
+    decided: _dense.Decided,
     return_gathered: bool,
-    problem: GemmProblem,
-    choice: Choice,
     outs: list[torch.Tensor],
 ) -> list[torch.Tensor]:
+    problem, choice, kind = decided
+    x, scale_x = inputs.x, inputs.scale_x
     num_rows, depth = problem.m, problem.k
-    results = []
-    for i, weight in enumerate(weights):
-        shape, others = (num_rows, _width(weight, activation)), (*weights, *biases)
-        results.append(check_out("ag_gemm", outs[i] if outs else None, shape, x, dtype=out_dtype, others=others))
+    results, others = [], (*inputs.weights, *inputs.biases)
+    for i in range(len(inputs.weights)):
+        shape = (num_rows, inputs.num_columns(i))
+        results.append(check_out("ag_gemm", outs[i] if outs else None, shape, x, dtype=kind, others=others))
     gathered = x.new_empty((num_rows, depth)) if return_gathered else None
     same = (rows, depth, x.dtype, choice.strategy, choice.config.num_chunks, scale_x is None, return_gathered)
     begin("ag_gemm", group, same)
@@ -187,13 +202,8 @@ def _multiply(
         x, scale_x = x.new_empty((num_rows, depth)), None
     elif scale_x is not None and scale_x.dim() == 0 and group.world_size > 1:
         scale_x = scale_x.reshape(1).repeat(len(x))  # ranks may differ in it: it travels with the rows
-    parts = [
-        _dense.make_operands(
-            x, weight, result, biases[i] if biases else None, scale_x, scale_weights[i] if scale_weights else None,
-            activation,
-        )
-        for i, (weight, result) in enumerate(zip(weights, results, strict=True))
-    ]  # fmt: skip
+    inputs = inputs._replace(x=x, scale_x=scale_x)
+    parts = [_dense.make_operands(inputs.part(i), result, inputs.activation) for i, result in enumerate(results)]
     with guarded(group):
         if depth == 0 or num_rows == 0:
             for part in parts:

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from tileflux.config import GemmConfig, GemmProblem
+from tileflux.config import GemmConfig
 from tileflux.kernels.library import multiply_tiles
 from tileflux.kernels.prepared import Kept
 from tileflux.ops import _dense
 from tileflux.ops._call import check_out
 from tileflux.ops._library import eager_only, register
-from tileflux.tune.lookup import Choice, problem_for
+from tileflux.tune.lookup import problem_for
 
 __all__ = ["gemm", "gemm_reference"]
 
@@ -47,23 +47,20 @@ def gemm(
     key = _dense.call_key((x, weight, bias, scale_x, scale_weight), None, activation, out_dtype, config)
     known = None if key is None else _known.find(key)  # the compiler would guard all that is kept
     if known is not None:
-        kind, problem, choice = known
-        scales = _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x)
-        return _multiply(x, weight, bias, *scales, activation or "", kind, problem, choice, out)
+        return _multiply(_dense.make_inputs(x, weight, bias, scale_x, scale_weight), activation or "", known, out)
     _dense.check_dense("gemm", x, weight, bias, scale_x, scale_weight, activation)
     _dense.check_strategy("gemm", "auto", config)
     kind = _dense.out_type("gemm", x, out_dtype)
     _dense.refuse_gradient("gemm", x, activation, weight, bias, scale_x, scale_weight)
-    scales = _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x)
-    arguments = (x, weight, bias, *scales, activation or "", kind, _dense.config_text(config))
+    inputs = _dense.make_inputs(x, weight, bias, scale_x, scale_weight)
+    arguments = (*inputs, activation or "", kind, _dense.config_text(config))
     result: torch.Tensor = torch.ops.tileflux.gemm(*arguments) if out is None else _run(*arguments, out)
     if key is not None:
-        problem = _problem(x, weight, activation or "")
-        _known.keep(key, (kind, problem, _dense.choose(problem, "auto", config)))
+        _known.keep(key, _decide(inputs, activation or "", kind, config))
     return result
 
 
-_known: Kept[tuple[torch.dtype, GemmProblem, Choice]] = Kept()
+_known: Kept[_dense.Decided] = Kept()
 
 
 @eager_only
@@ -78,32 +75,27 @@ def _run(
     config: str,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    problem = _problem(x, weight, activation)
-    choice = _dense.choose(problem, "auto", _dense.config_from(config))
-    return _multiply(x, weight, bias, scale_x, scale_weight, activation, out_dtype, problem, choice, out)
+    inputs = _dense.Inputs(x, weight, bias, scale_x, scale_weight)
+    return _multiply(inputs, activation, _decide(inputs, activation, out_dtype, _dense.config_from(config)), out)
 
 
-def _problem(x: torch.Tensor, weight: torch.Tensor, activation: str) -> GemmProblem:
+def _decide(
+    inputs: _dense.Inputs, activation: str, out_dtype: torch.dtype, config: GemmConfig | None
+) -> _dense.Decided:
+    x, weight = inputs.x, inputs.weight
     num_columns = weight.shape[0] // 2 if activation == "swiglu" else weight.shape[0]
-    return problem_for("gemm", x.shape[0], num_columns, x.shape[1], x.dtype, x.device, None, activation)
+    problem = problem_for("gemm", x.shape[0], num_columns, x.shape[1], x.dtype, x.device, None, activation)
+    return _dense.Decided(problem, _dense.choose(problem, "auto", config), out_dtype)
 
 
 def _multiply(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale_x: torch.Tensor | None,
-    scale_weight: torch.Tensor | None,
-    activation: str,
-    out_dtype: torch.dtype,
-    problem: GemmProblem,
-    choice: Choice,
-    out: torch.Tensor | None,
+    inputs: _dense.Inputs, activation: str, decided: _dense.Decided, out: torch.Tensor | None
 ) -> torch.Tensor:
-    out = check_out("gemm", out, (problem.m, problem.n), x, dtype=out_dtype, others=(weight, bias))
-    x = _dense.row_major(x)
+    x, problem = inputs.x, decided.problem
+    others = (inputs.weight, inputs.bias)
+    out = check_out("gemm", out, (problem.m, problem.n), x, dtype=decided.out_dtype, others=others)
     with torch.cuda.device(x.device if x.is_cuda else -1):
-        multiply_tiles(_dense.make_operands(x, weight, out, bias, scale_x, scale_weight, activation), choice.config)
+        multiply_tiles(_dense.make_operands(inputs, out, activation), decided.choice.config)
     return out
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tileflux.config import GemmConfig, GemmProblem
+from tileflux.config import GemmConfig
 from tileflux.kernels.dense import gather_rows, multiply, run_scatter, run_spread
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import split_rows
@@ -60,9 +60,7 @@ def gemm_ar(
     key = _dense.call_key(tensors, group, algorithm, out_dtype, strategy, config)
     known = None if key is None else _known.find(key)  # the compiler would guard all that is kept
     if known is not None:
-        kind, problem, choice = known
-        scales = _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x)
-        return _multiply(x, weight, bias, *scales, group, algorithm, kind, problem, choice, out)
+        return _multiply(_dense.make_inputs(*tensors), group, known, out)
     _dense.check_dense("gemm_ar", x, weight, bias, scale_x, scale_weight, None, group)
     _dense.check_strategy("gemm_ar", strategy, config)
     _dense.refuse_gradient("gemm_ar", x, None, weight, bias, scale_x, scale_weight)
@@ -71,18 +69,15 @@ def gemm_ar(
     if strategy == "pipelined" and algorithm == "one_shot":
         raise ValueError("gemm_ar: strategy='pipelined' sends finished shards, which is two_shot; leave algorithm away")
     kind = _dense.out_type("gemm_ar", x, out_dtype)
-    arguments = (
-        x, weight, bias, _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x), group.name, algorithm,
-        kind, strategy, _dense.config_text(config),
-    )  # fmt: skip
+    inputs = _dense.make_inputs(*tensors)
+    arguments = (*inputs, group.name, algorithm, kind, strategy, _dense.config_text(config))
     result: torch.Tensor = torch.ops.tileflux.gemm_ar(*arguments) if out is None else _run(*arguments, out)
     if key is not None:
-        problem = _problem(x, weight, group)
-        _known.keep(key, (kind, problem, _dense.choose(problem, strategy, config)))
+        _known.keep(key, _decide(inputs, group, algorithm, kind, strategy, config))
     return result
 
 
-_known: Kept[tuple[torch.dtype, GemmProblem, Choice]] = Kept()
+_known: Kept[_dense.Decided] = Kept()
 
 
 @eager_only
@@ -99,41 +94,37 @@ def _run(
     config: str,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    group = group_by_name(group_name)
-    problem = _problem(x, weight, group)
-    choice = _dense.choose(problem, strategy, _dense.config_from(config))
-    scales = scale_x, scale_weight
-    return _multiply(x, weight, bias, *scales, group, algorithm, out_dtype, problem, choice, out)
+    group, inputs = group_by_name(group_name), _dense.Inputs(x, weight, bias, scale_x, scale_weight)
+    decided = _decide(inputs, group, algorithm, out_dtype, strategy, _dense.config_from(config))
+    return _multiply(inputs, group, decided, out)
 
 
-def _problem(x: torch.Tensor, weight: torch.Tensor, group: Group) -> GemmProblem:
-    return problem_for("gemm_ar", x.shape[0], weight.shape[0], x.shape[1], x.dtype, x.device, group)
-
-
-def _multiply(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale_x: torch.Tensor | None,
-    scale_weight: torch.Tensor | None,
+def _decide(
+    inputs: _dense.Inputs,
     group: Group,
     algorithm: str,
     out_dtype: torch.dtype,
-    problem: GemmProblem,
-    choice: Choice,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    num_rows, num_columns = problem.m, problem.n
-    out = check_out("gemm_ar", out, (num_rows, num_columns), x, dtype=out_dtype, others=(weight, bias))
+    strategy: str,
+    config: GemmConfig | None,
+) -> _dense.Decided:
+    x, weight = inputs.x, inputs.weight
+    problem = problem_for("gemm_ar", x.shape[0], weight.shape[0], x.shape[1], x.dtype, x.device, group)
+    choice = _dense.choose(problem, strategy, config)
     if algorithm != "auto":
         choice = dataclasses.replace(choice, algorithm=algorithm)
+    return _dense.Decided(problem, choice, out_dtype)
+
+
+def _multiply(inputs: _dense.Inputs, group: Group, decided: _dense.Decided, out: torch.Tensor | None) -> torch.Tensor:
+    x, weight, bias, *_ = inputs
+    problem, choice, kind = decided
+    num_rows, num_columns = problem.m, problem.n
+    out = check_out("gemm_ar", out, (num_rows, num_columns), x, dtype=kind, others=(weight, bias))
     tile = (choice.config.block_m, choice.config.block_n)
-    same = (num_rows, num_columns, x.dtype, out_dtype, choice.strategy, choice.algorithm, tile, bias is None)
+    same = (num_rows, num_columns, x.dtype, kind, choice.strategy, choice.algorithm, tile, bias is None)
     begin("gemm_ar", group, same)
     if 0 not in (num_rows, num_columns):
-        operands = _dense.make_operands(
-            _dense.row_major(x), weight, out, bias, scale_x, scale_weight, adds_bias=group.rank == 0
-        )
+        operands = _dense.make_operands(inputs, out, adds_bias=group.rank == 0)
         with guarded(group):
             _sum_products(group, operands, choice)
     return out

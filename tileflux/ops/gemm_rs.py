@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tileflux.config import GemmConfig, GemmProblem
+from tileflux.config import GemmConfig
 from tileflux.kernels.dense import run_scatter
 from tileflux.kernels.plan import split_rows
 from tileflux.kernels.prepared import Kept
@@ -32,7 +32,7 @@ from tileflux.ops._library import eager_only, register
 from tileflux.ops.gemm import gemm_reference
 from tileflux.ops.reduce_scatter import reduce_scatter_reference
 from tileflux.symm.group import Group, group_by_name
-from tileflux.tune.lookup import Choice, problem_for
+from tileflux.tune.lookup import problem_for
 
 __all__ = ["gemm_rs", "gemm_rs_reference"]
 
@@ -60,9 +60,7 @@ def gemm_rs(
     key = _dense.call_key(tensors, group, sizes, out_dtype, strategy, config)
     known = None if key is None else _known.find(key)  # the compiler would guard all that is kept
     if known is not None:
-        rows, kind, problem, choice = known
-        scales = _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x)
-        return _multiply(x, weight, bias, *scales, group, rows, kind, problem, choice, out)
+        return _multiply(_dense.make_inputs(*tensors), group, *known, out)
     _dense.check_dense("gemm_rs", x, weight, bias, scale_x, scale_weight, None, group)
     _dense.check_strategy("gemm_rs", strategy, config)
     _dense.refuse_gradient("gemm_rs", x, None, weight, bias, scale_x, scale_weight)
@@ -71,18 +69,15 @@ def gemm_rs(
     else:
         rows = check_sizes("gemm_rs", "sizes", sizes, group, total=x.shape[0])
     kind = _dense.out_type("gemm_rs", x, out_dtype)
-    arguments = (
-        x, weight, bias, _dense.as_scale(scale_x, x), _dense.as_scale(scale_weight, x), group.name, list(rows),
-        kind, strategy, _dense.config_text(config),
-    )  # fmt: skip
+    inputs = _dense.make_inputs(*tensors)
+    arguments = (*inputs, group.name, list(rows), kind, strategy, _dense.config_text(config))
     result: torch.Tensor = torch.ops.tileflux.gemm_rs(*arguments) if out is None else _run(*arguments, out)
     if key is not None:
-        problem = _problem(x, weight, group)
-        _known.keep(key, (rows, kind, problem, _dense.choose(problem, strategy, config)))
+        _known.keep(key, (rows, _decide(inputs, group, kind, strategy, config)))
     return result
 
 
-_known: Kept[tuple[tuple[int, ...], torch.dtype, GemmProblem, Choice]] = Kept()
+_known: Kept[tuple[tuple[int, ...], _dense.Decided]] = Kept()
 
 
 @eager_only
@@ -99,38 +94,30 @@ def _run(
     config: str,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    group = group_by_name(group_name)
-    problem = _problem(x, weight, group)
-    choice = _dense.choose(problem, strategy, _dense.config_from(config))
-    scales = scale_x, scale_weight
-    return _multiply(x, weight, bias, *scales, group, tuple(rows), out_dtype, problem, choice, out)
+    group, inputs = group_by_name(group_name), _dense.Inputs(x, weight, bias, scale_x, scale_weight)
+    decided = _decide(inputs, group, out_dtype, strategy, _dense.config_from(config))
+    return _multiply(inputs, group, tuple(rows), decided, out)
 
 
-def _problem(x: torch.Tensor, weight: torch.Tensor, group: Group) -> GemmProblem:
-    return problem_for("gemm_rs", x.shape[0], weight.shape[0], x.shape[1], x.dtype, x.device, group)
+def _decide(
+    inputs: _dense.Inputs, group: Group, out_dtype: torch.dtype, strategy: str, config: GemmConfig | None
+) -> _dense.Decided:
+    x, weight = inputs.x, inputs.weight
+    problem = problem_for("gemm_rs", x.shape[0], weight.shape[0], x.shape[1], x.dtype, x.device, group)
+    return _dense.Decided(problem, _dense.choose(problem, strategy, config), out_dtype)
 
 
 def _multiply(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale_x: torch.Tensor | None,
-    scale_weight: torch.Tensor | None,
-    group: Group,
-    rows: tuple[int, ...],
-    out_dtype: torch.dtype,
-    problem: GemmProblem,
-    choice: Choice,
-    out: torch.Tensor | None,
+    inputs: _dense.Inputs, group: Group, rows: tuple[int, ...], decided: _dense.Decided, out: torch.Tensor | None
 ) -> torch.Tensor:
+    x, weight, bias, *_ = inputs
+    problem, choice, kind = decided
     num_columns = problem.n
-    out = check_out("gemm_rs", out, (rows[group.rank], num_columns), x, dtype=out_dtype, others=(weight, bias))
+    out = check_out("gemm_rs", out, (rows[group.rank], num_columns), x, dtype=kind, others=(weight, bias))
     tile = (choice.config.block_m, choice.config.block_n)
-    begin("gemm_rs", group, (rows, num_columns, x.dtype, out_dtype, choice.strategy, tile, bias is None))
+    begin("gemm_rs", group, (rows, num_columns, x.dtype, kind, choice.strategy, tile, bias is None))
     if 0 not in (problem.m, num_columns):
-        operands = _dense.make_operands(
-            _dense.row_major(x), weight, out, bias, scale_x, scale_weight, adds_bias=group.rank == 0
-        )
+        operands = _dense.make_operands(inputs, out, adds_bias=group.rank == 0)
         with guarded(group):
             run_scatter(group, operands, rows, choice.strategy, choice.config)
     return out

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from tileflux.config import GemmConfig, GemmProblem
-from tileflux.kernels import gemm_hopper_launch, gemm_launch
+from tileflux.kernels import gemm_hopper_launch, gemm_launch, roles
 from tileflux.kernels.loading import settle_keys
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import split_rows
@@ -50,7 +50,7 @@ class Variant:
     """
 
     role: str
-    """A name in ``kernels/gemm_launch.py``."""
+    """A name in ``kernels/roles.py``."""
     dtype: str
     config: GemmConfig
     num_columns: int
@@ -65,7 +65,7 @@ class Variant:
 
     def compile(self) -> None:
         """Compile it into Triton's cache, in a process that has called ``pretend``."""
-        role, dtype = getattr(gemm_launch, self.role), getattr(torch, self.dtype)
+        role, dtype = getattr(roles, self.role), getattr(torch, self.dtype)
         x, weight = torch.empty(16, self.depth, dtype=dtype), torch.empty(self.num_columns, self.depth, dtype=dtype)
         operands = Operands(x, weight, torch.empty(16, self.num_columns, dtype=dtype))
         group = turn = None
@@ -74,10 +74,10 @@ class Variant:
             traits = SimpleNamespace(num_sms=self.num_sms, links=links)
             stream = object() if self.is_virtual else None
             group = SimpleNamespace(name="", world_size=self.world_size, traits=traits, stream=stream)
-            if role is not gemm_launch.PLAIN:
+            if role is not roles.PLAIN:
                 plan = SimpleNamespace(rows=self.rows, num_chunks=1, chunk_rows=max(self.rows))
                 turn = SimpleNamespace(plan=plan, launches=Kept(), table=torch.zeros(1, dtype=torch.int64))
-        releases = turn is not None and role is not gemm_launch.STAGE  # whose call ends with the sum
+        releases = turn is not None and role is not roles.STAGE  # whose call ends with the sum
         gemm_launch.launch_gemm(
             operands, role, self.config, group=group, turn=turn, releases=releases, load_only=True  # type: ignore[arg-type]
         )  # fmt: skip

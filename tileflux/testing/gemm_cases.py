@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import torch
 
 from tileflux.config import GemmConfig, GemmProblem
-from tileflux.kernels.gemm_launch import ARRIVING, GATHER, GATHERED, MAX_REGISTERS, PLAIN, SCATTER, SPREAD, STAGE
+from tileflux.kernels.gemm_launch import MAX_REGISTERS
 from tileflux.kernels.operands import ELEMENTS, GemmSpec, Operands, Role, make_spec
+from tileflux.kernels.roles import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
 from tileflux.testing.compile_gate import ARCHITECTURES, CompileCase, Imported
 from tileflux.tune.lookup import HEAVY, lookup
 

@@ -8,9 +8,10 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from tileflux.config import GemmConfig
-from tileflux.kernels.gemm_hopper_launch import HopperSpec, Launch, make_hopper_spec, takes
-from tileflux.kernels.gemm_launch import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
+from tileflux.kernels.gemm_hopper_launch import HopperSpec, make_hopper_spec, why_not_hopper
+from tileflux.kernels.gemm_shared import Launch
 from tileflux.kernels.operands import ELEMENTS, Operands, Role
+from tileflux.kernels.roles import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
 from tileflux.testing.compile_gate import CompileCase, Imported
 
 __all__ = ["HOPPER_CASES", "SPECS", "TILES", "hopper_config"]
@@ -48,10 +49,10 @@ def _spec(
     scales = (torch.ones(()), torch.ones(512)) if dtype.itemsize == 1 else (None, None)
     bias = torch.zeros(512, dtype=torch.bfloat16) if activation or "bias" in options else None
     operands = Operands(x, weight, out, bias, scales[0], scales[1], activation)
-    if not takes(operands, role, config):
-        raise ValueError(f"Hopper's loop does not take {role.name} with {config}")
+    if (reason := why_not_hopper(operands, role, config)) is not None:
+        raise ValueError(f"Hopper's loop does not take {role.name}: {reason}")
     launch = Launch(
-        role, config, 512, 2 if role.feeds else 0, 132,
+        role, config, num_rows=512, num_tiles=512, num_feeders=2 if role.feeds else 0, num_programs=132, fetches=False,
         world_size=1 if role is PLAIN else _WORLD, releases=role not in (PLAIN, GATHERED, STAGE), use_tma=True,
         records="recorded" in options, trace=None, may_stream="whole" not in options,
     )  # fmt: skip

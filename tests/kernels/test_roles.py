@@ -1,0 +1,25 @@
+"""The roles say of their policies what the loops, and who launches them, go by."""
+
+from __future__ import annotations
+
+import pytest
+
+from tileflux.kernels import roles
+from tileflux.kernels.operands import Role
+from tileflux.lang.policy import store_tile, wait_for_nothing, wait_for_rows
+from tileflux.lang.schedule import twice_order
+
+ROLES = [getattr(roles, name) for name in roles.__all__]
+
+
+@pytest.mark.parametrize("role", ROLES, ids=roles.__all__)
+def test_what_a_role_says_of_its_policies_is_so(role: Role) -> None:
+    assert role.stores == (role.finish is store_tile)
+    assert role.awaits_rows == (role.wait is wait_for_rows)
+    assert (role.num_turns == 2) == (role.order is twice_order)
+    assert role.gathers or not role.feeds, "who feeds is fed"
+    assert not role.num_spare_sms or role.wait is wait_for_nothing, "it would hold up what it spares SMs for"
+
+
+def test_no_two_roles_have_one_name() -> None:
+    assert len({role.name for role in ROLES}) == len(ROLES), "loaded kernels are remembered by it"

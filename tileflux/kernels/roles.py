@@ -1,0 +1,29 @@
+"""The ops as the main loops know them: for each, its three policies."""
+
+from __future__ import annotations
+
+import functools
+
+from tileflux.kernels.operands import Role
+from tileflux.lang.policy import (
+    scatter_tile,
+    spread_tile,
+    stage_tile,
+    store_tile,
+    wait_for_nothing,
+    wait_for_rows,
+    wait_for_slot,
+    wait_for_slots,
+)
+from tileflux.lang.schedule import arrival_order, departure_order, twice_order
+
+__all__ = ["ARRIVING", "GATHER", "GATHERED", "PLAIN", "SCATTER", "SPREAD", "STAGE"]
+
+_STORES = functools.partial(Role, finish=store_tile, stores=True)
+PLAIN = _STORES("gemm", arrival_order, wait_for_nothing, is_sharded=False)
+GATHER = _STORES("ag_gemm", arrival_order, wait_for_rows, gathers=True, feeds=True, awaits_rows=True)
+ARRIVING = _STORES("ag_gemm, rows sent by copies", arrival_order, wait_for_rows, gathers=True, awaits_rows=True)
+GATHERED = _STORES("ag_gemm, rows already here", arrival_order, wait_for_nothing, gathers=True)
+SCATTER = Role("gemm_rs", departure_order, wait_for_slot, scatter_tile)
+STAGE = Role("gemm_rs, sent by copies", departure_order, wait_for_nothing, stage_tile, num_spare_sms=1)
+SPREAD = Role("gemm_ar", twice_order, wait_for_slots, spread_tile, is_sharded=False, num_turns=2)
