@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pickle
 import re
 
 import pytest
@@ -187,3 +188,14 @@ def test_problems_differ_by_link_and_gpu_and_have_none_by_default() -> None:
     plain = GemmProblem("gemm_rs", 8, 8, 8, 2, "float32")
     assert (plain.link, plain.gpu) == ("", "")
     assert len({plain, dataclasses.replace(plain, link="PCIe"), dataclasses.replace(plain, gpu="NVIDIA H200")}) == 3
+
+
+def test_a_hash_is_computed_once_and_is_that_of_equals() -> None:
+    config = GemmConfig(64, 64)
+    assert hash(config) == hash(GemmConfig(64, 64)) != hash(GemmConfig(64, 32))
+    changed = dataclasses.replace(config, num_chunks=2)
+    assert hash(changed) == hash(GemmConfig(64, 64, num_chunks=2)) != hash(config), "not that of what it was made from"
+    copy = pickle.loads(pickle.dumps(config))
+    assert copy == config and vars(copy) == dataclasses.asdict(config), "texts hash differently in another process"
+    object.__setattr__(config, "_hash", 7)
+    assert hash(config) == 7

@@ -9,6 +9,7 @@ import math
 import re
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import Any, TypeVar
 
 __all__ = [
     "CONTROL",
@@ -27,7 +28,31 @@ __all__ = [
     "MailboxLayout",
     "TableLayout",
     "TraceLayout",
+    "hashed_once",
 ]
+
+Frozen = TypeVar("Frozen")
+
+
+def hashed_once(kind: type[Frozen]) -> type[Frozen]:
+    """Make a frozen dataclass remember its hash: every call of an op looks several things up by the same object."""
+    compute = kind.__hash__
+
+    def remembered(self: Any) -> int:
+        try:
+            return self._hash  # type: ignore[no-any-return]
+        except AttributeError:
+            object.__setattr__(self, "_hash", compute(self))
+            return self._hash  # type: ignore[no-any-return]
+
+    def state(self: Any) -> dict[str, Any]:
+        # Texts hash differently in every process, so another one must not believe this one's.
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
+    kind.__hash__ = remembered  # type: ignore[method-assign]
+    kind.__getstate__ = state  # type: ignore[method-assign]
+    return kind
+
 
 NUM_SLOTS = 2
 """Messages in flight on one channel of a mailbox: one being read while the next is written."""
@@ -220,6 +245,7 @@ class TraceLayout:
 TRACE = TraceLayout()
 
 
+@hashed_once
 @dataclass(frozen=True)
 class GemmConfig:
     """How a GEMM is cut into tiles and given to programs.
@@ -268,6 +294,7 @@ class GemmConfig:
             raise ValueError("streams=True should come with hopper=True: only Hopper's own loop cuts tiles along K")
 
 
+@hashed_once
 @dataclass(frozen=True)
 class GemmProblem:
     """What a strategy and a ``GemmConfig`` are picked for: the same on every rank where ranks must pick alike.

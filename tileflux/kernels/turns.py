@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from tileflux.config import CONTROL, MAX_CHUNKS, TABLE, GemmConfig
+from tileflux.config import CONTROL, MAX_CHUNKS, TABLE, GemmConfig, hashed_once
 from tileflux.kernels.launch import DeviceTables
 from tileflux.kernels.prepared import Kept
 from tileflux.symm.group import Group
@@ -48,6 +48,7 @@ def _made_once(make: Method) -> Method:
     return cast(Method, find)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class ShardPlan:
     """How the rows of one call are cut, and what its regions hold."""
@@ -63,13 +64,6 @@ class ShardPlan:
     scales: int = 0
     by_copies: bool = False
     """Products are copied to their owners: instead of a second half of slots, the buffer holds what is to be copied."""
-
-    def __hash__(self) -> int:
-        return self._hash  # made once: every call looks its turn up by the plan
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
 
     @functools.cached_property
     def first_rows(self) -> tuple[int, ...]:
