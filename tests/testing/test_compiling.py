@@ -119,6 +119,22 @@ def test_virtual_ranks_multiply_with_our_own_kernel() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("role", "link", "fetches", "shares"),
+    [
+        ("SCATTER", "same GPU", True, True),
+        ("SCATTER", "same GPU", False, False),
+        ("SCATTER", "NVLink", True, False),
+        ("PLAIN", "same GPU", True, False),
+    ],
+)
+def test_who_fetches_tiles_is_compiled_as_one_who_shares_a_gpu(
+    role: str, link: str, fetches: bool, shares: bool
+) -> None:
+    problem, config = dataclasses.replace(make_problem(), link=link), dataclasses.replace(CONFIG, fetches=fetches)
+    assert compiling._variant(problem, config, role, 4, False).shares_gpu is shares
+
+
 LAUNCHED = [
     ("PLAIN", (300, 200, 96), 1, False),
     ("ARRIVING", (1024, 2048, 256), 4, False),

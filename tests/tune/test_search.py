@@ -113,6 +113,17 @@ def test_hoppers_own_loop_is_tried_with_tiles_that_it_takes(dtype: str) -> None:
     assert "hopper, streamed" in str(best)
 
 
+def test_ranks_that_share_a_gpu_try_programs_of_which_two_fit_on_an_sm() -> None:
+    assert not any(each.config.fetches for each in candidates(H200))
+    shared = [each for each in candidates(dataclasses.replace(H200, link="same GPU")) if each.config.fetches]
+    assert {(each.config.block_m, each.config.block_n) for each in shared} >= {(128, 128), (64, 128)}
+    for each in shared:
+        config = each.config
+        assert 2 * config.num_stages * 2 * config.block_k * (config.block_m + config.block_n) <= 227 * 1024
+        assert 2 * 255 * 32 * config.num_warps <= 65536, "registers"
+        assert str(each).endswith(", fetched")
+
+
 @pytest.mark.parametrize("changes", [{"arch": 100}, {"dtype": "float32"}, {"dtype": "int8"}, {"is_heavy": True}])
 def test_others_have_no_loop_of_hoppers(changes: dict[str, Any]) -> None:
     assert not any(each.config.hopper for each in candidates(dataclasses.replace(H200, **changes)))

@@ -107,9 +107,11 @@ def _variant(problem: GemmProblem, config: GemmConfig, role: str, world_size: in
     num_sms = problem.num_sms
     if role != "GATHER":
         config, num_sms = dataclasses.replace(config, num_feeders=1), 0
-    rows, shares_gpu = (16,) * world_size, False
+    rows = (16,) * world_size
+    # What neither loop asks is left as it is, so that variants that are alike are compiled once.
+    shares_gpu = (config.hopper or config.fetches) and role != "PLAIN" and problem.link == "same GPU"
     if config.hopper and role != "PLAIN":
-        rows, shares_gpu = _typical_rows(problem, config), problem.link == "same GPU"
+        rows = _typical_rows(problem, config)
     return Variant(
         role, problem.dtype, config, 1024 + problem.n % 1024, 1024 + problem.k % 1024, world_size, num_sms,
         problem.arch, is_virtual, shares_gpu, rows,

@@ -29,6 +29,7 @@ _CHUNK_ROWS = 256  # what a chunk has at least, see gather_shards
 _NUM_TILINGS = 64  # more than these are too far from the rule's to be worth compiling
 _NUM_BESIDE_HOPPER = 16  # where Hopper's own loop has most of what could win
 _HOPPER_TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (128, 64), (64, 64))
+_SHARING_TILES = ((128, 128, 3), (64, 128, 4), (128, 64, 4), (64, 64, 4))  # and stages, so that two fit on an SM
 _CPU_TILES = ((512, 1024), (1024, 1024), (256, 1024), (256, 512), (128, 256))
 
 _NUM_FIRST = 3
@@ -52,7 +53,8 @@ class Candidate:
         config = self.config
         chunks = f", {config.num_chunks} chunks" if config.num_chunks > 1 else ""
         tile = f" {config.block_m}x{config.block_n}x{config.block_k}" if self.strategy == "fused" else ""
-        return f"{how}{tile}{', hopper' * config.hopper}{', streamed' * config.streams}{chunks}"
+        switches = ", hopper" * config.hopper + ", streamed" * config.streams + ", fetched" * config.fetches
+        return f"{how}{tile}{switches}{chunks}"
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ def _tilings(problem: GemmProblem, usual: GemmConfig) -> Iterator[GemmConfig]:
         if _fits(problem, config, usual):
             fitting.append(config)
     fitting.sort(key=lambda config: _distance(config, usual))  # stable: equally near as listed
+    yield from _sharing_tilings(problem, usual)
     on_hopper = list(_hopper_tilings(problem, usual))
     yield from on_hopper
     yield from fitting[: _NUM_BESIDE_HOPPER if on_hopper else _NUM_TILINGS]
@@ -154,6 +157,22 @@ def _hopper_tilings(problem: GemmProblem, usual: GemmConfig) -> Iterator[GemmCon
                 usual, block_m=block_m, block_n=block_n, block_k=128 // itemsize, group_m=16,
                 num_warps=num_warps, num_stages=4, hopper=True, streams=problem.link != "same GPU",
             )  # fmt: skip
+
+
+def _sharing_tilings(problem: GemmProblem, usual: GemmConfig) -> Iterator[GemmConfig]:
+    """Where ranks share a GPU: programs that leave room for another rank's on their SM, and fetch what there is to do.
+
+    A program that fills an SM keeps another rank's from beginning at all until it has ended.
+    """
+    if problem.link != "same GPU":
+        return
+    for block_m, block_n, num_stages in _SHARING_TILES:
+        config = dataclasses.replace(
+            usual, block_m=block_m, block_n=block_n, block_k=128 // ITEMSIZE[problem.dtype],
+            num_warps=4, num_stages=num_stages, fetches=True,
+        )  # fmt: skip
+        if _fits(problem, config, usual):
+            yield config
 
 
 def _fits(problem: GemmProblem, config: GemmConfig, usual: GemmConfig) -> bool:
