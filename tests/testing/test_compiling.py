@@ -103,7 +103,7 @@ def test_each_is_compiled_once_and_nothing_on_the_cpu() -> None:
     assert len(found) == len(set(found)) == 2 * len({each.config for each in tried})
     assert variants(GemmProblem("ag_gemm", 64, 64, 64, 4, "float32"), tried, group) == []
     # Chunks are no variant of the kernel, and neither is a shape that is cut as evenly.
-    changed = Candidate("fused", "", tried[0].config.__class__(**{**vars(tried[0].config), "num_chunks": 8}))
+    changed = Candidate("fused", "", dataclasses.replace(tried[0].config, num_chunks=8))
     assert set(variants(problem, [changed], group)) <= set(found)
     assert variants(make_problem(m=2048, n=2048, k=4096), tried, group) == found
     assert not set(variants(make_problem(k=12281), tried, group)) & set(found)
