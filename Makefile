@@ -7,13 +7,15 @@ PINS := requirements-cpu.txt
 # Name one to use it: make test PYTHON=/opt/python3.12/bin/python3
 PYTHON ?=
 PYTEST_ARGS ?=
+# Test programs at once. Most tests keep one core busy; those of several ranks more.
+JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check clean
 
 help:
 	@echo 'make demo    ranks on this machine run every op and check it'
-	@echo 'make test    ruff, mypy and all tests that need no GPU (PYTEST_ARGS="-k name" to choose)'
+	@echo 'make test    ruff, mypy and all tests that need no GPU (PYTEST_ARGS="-k name" to choose, JOBS=8 for more cores)'
 	@echo 'make check   ruff and mypy alone'
 	@echo 'make clean   remove $(VENV) and caches'
 	@echo 'All of them set up $(VENV) first, once. PYTHON=... names the interpreter to make it with.'
@@ -22,7 +24,7 @@ demo: $(STAMP)
 	$(BIN)/tileflux demo
 
 test: check
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
+IS_BESIDE_OTHERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1
 if not HAS_GPU:
     # Read by @triton.jit when it decorates, so it cannot be changed later in this process. Tests that compile
     # kernels start children without it.
@@ -38,6 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
             if item.get_closest_marker(marker) and num_gpus < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} or more CUDA devices, sees {num_gpus}"))
+            elif item.get_closest_marker(marker) and IS_BESIDE_OTHERS:
+                item.add_marker(pytest.mark.skip(reason="wants the GPU to itself: scripts/gpu-test"))
 
 
 @pytest.fixture(scope="session", autouse=True)

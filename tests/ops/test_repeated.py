@@ -15,6 +15,7 @@ from tileflux import Group
 from tileflux.errors import GroupClosed
 from tileflux.ops import _dense
 from tileflux.testing import assert_close, poisoned
+from tileflux.tune.lookup import forget
 
 OPS = ("gemm", "ag_gemm", "gemm_rs", "gemm_ar")
 
@@ -29,6 +30,7 @@ def group() -> Iterator[Group]:
 @pytest.fixture
 def num_checks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many calls were checked since the last time it was asked."""
+    forget()  # whatever other tests have called
     calls: list[object] = []
     check = _dense.check_dense
 
@@ -85,6 +87,16 @@ def test_whatever_the_checks_look_at_makes_another_call(op: str, group: Group, n
     for options in ({"out_dtype": torch.float16}, {"config": tileflux.GemmConfig(block_m=16)}):
         assert call(op, group, x, weight, bias, **options).dtype == options.get("out_dtype", torch.float32)
         assert num_checks() == 1
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_forgotten_is_chosen_anew(op: str, group: Group, num_checks: Callable[[], int]) -> None:
+    x, weight = torch.randn(6, 8), torch.randn(6, 8)
+    for _ in range(2):
+        call(op, group, x, weight)
+        call(op, group, x, weight)
+        assert num_checks() == 1
+        forget()
 
 
 @pytest.mark.parametrize("op", OPS)

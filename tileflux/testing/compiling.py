@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from tileflux.config import GemmConfig, GemmProblem
-from tileflux.kernels import gemm_hopper_launch, gemm_launch, roles
+from tileflux.kernels import gemm_hopper_launch, gemm_launch, gemm_shared, roles
 from tileflux.kernels.loading import settle_keys
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import split_rows
@@ -151,23 +151,20 @@ def pretend(arch: int) -> None:
     def load(device: object, key: object, launch: Callable[[], object], group: object = None) -> None:
         launch()
 
-    hoppers: dict[str, Any] = {
-        "_gemm_hopper_kernel": OnlyCompiled(vars(gemm_hopper_launch)["_gemm_hopper_kernel"]),
-        "load_once": load,
-        "_flags": lambda device: None,
-    }
-    for name, value in hoppers.items():
-        setattr(gemm_hopper_launch, name, value)
-    replaced: dict[str, Any] = {
-        "_gemm_kernel": OnlyCompiled(vars(gemm_launch)["_gemm_kernel"]),
-        "load_once": load,
-        "is_hopper": lambda device: arch == 90,
-        "_has_tma": lambda device: arch >= 90,
-        "_is_interpreted": lambda group: False,
-        "sms_for": lambda group: (0 if group is None else group.traits.num_sms) or 1024,
-    }
-    for name, value in replaced.items():
-        setattr(gemm_launch, name, value)
+    replaced: list[tuple[Any, str, Any]] = [
+        (gemm_hopper_launch, "_gemm_hopper_kernel", OnlyCompiled(vars(gemm_hopper_launch)["_gemm_hopper_kernel"])),
+        (gemm_hopper_launch, "load_once", load),
+        (gemm_hopper_launch, "_flags", lambda device: None),
+        (gemm_launch, "_gemm_kernel", OnlyCompiled(vars(gemm_launch)["_gemm_kernel"])),
+        (gemm_launch, "load_once", load),
+        (gemm_launch, "is_hopper", lambda device: arch == 90),
+        (gemm_launch, "_has_tma", lambda device: arch >= 90),
+        (gemm_shared, "_is_interpreted", lambda group: False),
+        (gemm_shared, "sms_for", lambda group: (0 if group is None else group.traits.num_sms) or 1024),
+    ]
+    for module, name, value in replaced:
+        getattr(module, name)  # there to be replaced
+        setattr(module, name, value)
 
 
 class _Nowhere:
