@@ -13,6 +13,8 @@ import tileflux
 ROOT = Path(__file__).parents[1]
 
 PUBLIC = {
+    "CapacityExceeded",
+    "Routing",
     "CommConfig",
     "Explanation",
     "FlagWrite",
@@ -36,6 +38,9 @@ PUBLIC = {
     "gemm",
     "gemm_ar",
     "gemm_rs",
+    "grouped_gemm",
+    "moe_ag_gemm",
+    "route",
     "local_groups",
     "reduce_scatter",
 }

@@ -5,6 +5,7 @@ This package exports; it does nothing. Importing it touches no GPU.
 
 from tileflux.config import CommConfig as CommConfig
 from tileflux.config import GemmConfig as GemmConfig
+from tileflux.errors import CapacityExceeded as CapacityExceeded
 from tileflux.errors import GroupBroken as GroupBroken
 from tileflux.errors import GroupClosed as GroupClosed
 from tileflux.errors import MismatchError as MismatchError
@@ -12,6 +13,7 @@ from tileflux.errors import PeerTimeout as PeerTimeout
 from tileflux.errors import RegionError as RegionError
 from tileflux.errors import TilefluxError as TilefluxError
 from tileflux.errors import TransportUnavailable as TransportUnavailable
+from tileflux.ops import Routing as Routing
 from tileflux.ops import ag_gemm as ag_gemm
 from tileflux.ops import all_gather as all_gather
 from tileflux.ops import all_reduce as all_reduce
@@ -21,7 +23,10 @@ from tileflux.ops import broadcast as broadcast
 from tileflux.ops import gemm as gemm
 from tileflux.ops import gemm_ar as gemm_ar
 from tileflux.ops import gemm_rs as gemm_rs
+from tileflux.ops import grouped_gemm as grouped_gemm
+from tileflux.ops import moe_ag_gemm as moe_ag_gemm
 from tileflux.ops import reduce_scatter as reduce_scatter
+from tileflux.ops import route as route
 from tileflux.symm.base import FlagWrite as FlagWrite
 from tileflux.symm.group import Group as Group
 from tileflux.symm.group import local_groups as local_groups
@@ -31,6 +36,7 @@ from tileflux.tune.explain import explain as explain
 __version__ = "0.1.0"
 
 __all__ = [
+    "CapacityExceeded",
     "CommConfig",
     "Explanation",
     "FlagWrite",
@@ -49,6 +55,10 @@ __all__ = [
     "gemm",
     "gemm_ar",
     "gemm_rs",
+    "grouped_gemm",
+    "moe_ag_gemm",
+    "route",
+    "Routing",
     "all_gather",
     "all_reduce",
     "all_to_all",

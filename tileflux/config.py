@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 __all__ = [
     "CONTROL",
+    "GROUPS",
     "GUARD",
     "MAX_AHEAD",
     "MAX_CHUNKS",
@@ -23,6 +24,7 @@ __all__ = [
     "ControlLayout",
     "GemmConfig",
     "GemmProblem",
+    "GroupsLayout",
     "GuardLayout",
     "Link",
     "MailboxLayout",
@@ -219,6 +221,28 @@ class TableLayout:
 
 
 TABLE = TableLayout()
+
+
+@dataclass(frozen=True)
+class GroupsLayout:
+    """Rows by expert as a kernel reads them (see ``kernels/groups.py``), 32-bit words.
+
+    A header (``num_tiles``, and ``rows``: where the numbers of picked rows begin, 0 if none are), then from word
+    ``tiles`` on ``tile_words`` for every tile: its ``expert``, its ``first`` row, the ``end`` of the expert's rows, and
+    its ``stage``: of the ranks whose tokens it needs, the last to arrive.
+    """
+
+    num_tiles: int = 0
+    rows: int = 1
+    tiles: int = 4
+    tile_words: int = 4
+    expert: int = 0
+    first: int = 1
+    end: int = 2
+    stage: int = 3
+
+
+GROUPS = GroupsLayout()
 
 
 @dataclass(frozen=True)

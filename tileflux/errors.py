@@ -8,6 +8,7 @@
      +- PeerTimeout            a peer did not signal in time: says who waited for whom, for which flag
      +- RegionError            a named region asked for in two ways, or not by every rank
      +- MismatchError          ranks made different calls (found when checking is on)
+     +- CapacityExceeded       more rows were routed to a rank than its buffers have room for
      +- TransportUnavailable   this machine cannot carry bytes that way; says what would mend it
      +- Deadlock               the simulator found every program waiting; names the flags
      +- DataRace               the simulator found two accesses to the same bytes that no signal orders
@@ -18,6 +19,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "CapacityExceeded",
     "CompileGateError",
     "DataRace",
     "Deadlock",
@@ -94,6 +96,10 @@ class RegionError(TilefluxError):
 
 class MismatchError(TilefluxError):
     """Ranks of one group made different calls."""
+
+
+class CapacityExceeded(TilefluxError):
+    """More rows were routed to a rank than its buffers have room for: the results of such a call are not complete."""
 
 
 class TransportUnavailable(TilefluxError):

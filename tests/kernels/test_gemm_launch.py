@@ -70,7 +70,7 @@ def make(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Operand
     ],
 )
 def test_tma_wants_rows_of_whole_units(operands: Operands, fits: bool) -> None:
-    assert gemm_launch._fits_tma(operands) == fits
+    assert gemm_launch._fits_tma(operands, CONFIG) == fits
 
 
 def test_tma_is_of_hopper_and_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,12 +21,13 @@ from tileflux.kernels import gemm_host, library, steps
 from tileflux.kernels.copy import move
 from tileflux.kernels.gemm_launch import launch_gemm
 from tileflux.kernels.gemm_shared import sms_for
+from tileflux.kernels.groups import Groups
 from tileflux.kernels.launch import on_host
 from tileflux.kernels.loading import load_once
 from tileflux.kernels.operands import Operands, Role
 from tileflux.kernels.plan import gather_plan, reduce_plan
 from tileflux.kernels.reduce import reduce
-from tileflux.kernels.roles import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
+from tileflux.kernels.roles import GATHERING, GATHERING_GROUPED, PLAIN, SCATTER, SPREAD, STAGE, Gathering
 from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, spread_shards, turn
 from tileflux.symm.group import Group
 
@@ -43,28 +44,36 @@ def run_gather(
     config: GemmConfig,
     gathered: torch.Tensor | None = None,
 ) -> None:
-    """All-gather and multiply: ``parts`` share x and its scales; ``gathered``, if given, gets all ranks' rows."""
-    x, scale_x = parts[0].x, parts[0].scale_x
+    """All-gather and multiply: ``parts`` share x and its scales; ``gathered``, if given, gets all ranks' rows.
+
+    Where the parts' rows are grouped by expert, their tiles pick rows from all that are gathered.
+    """
+    x, scale_x, is_grouped = parts[0].x, parts[0].scale_x, parts[0].groups is not None
+    roles = GATHERING_GROUPED if is_grouped else GATHERING
+    op = roles.feeding.name
     if strategy == "sequential" or group.world_size == 1:
-        _gather_then_multiply(group, parts, rows, config, gathered)
+        _gather_then_multiply(group, op, parts, rows, config, gathered)
         return
-    shards = gather_shards("ag_gemm", rows, x.shape[1] * x.element_size(), scale_x is not None, config.num_chunks)
+    shards = gather_shards(op, rows, x.shape[1] * x.element_size(), scale_x is not None, config.num_chunks)
     here = turn(group, shards)
     if strategy == "fused" or on_host(group):
-        tiles = pipelined_tiles(config) if strategy == "pipelined" else config
-        _load_later_parts(group, here, parts, tiles, gathered)
-        first = ARRIVING if _sends_by_copies(group) else GATHER
-        if first is ARRIVING:
+        tiles = pipelined_tiles(config) if strategy == "pipelined" and not is_grouped else config
+        _load_later_parts(group, here, parts, tiles, gathered, roles)
+        by_copies = _sends_by_copies(group)
+        if by_copies:
             _load_steps(group, here, parts[0])
             _feed(group, here, x, scale_x, config)
+        first = roles.arriving if by_copies else roles.feeding
         for index, part in enumerate(parts):
             ends = gathered is None and index == len(parts) - 1
-            _run(part, first if index == 0 else GATHERED, tiles, group, here, releases=ends)
-        if first is ARRIVING:
+            _run(part, first if index == 0 else roles.gathered, tiles, group, here, releases=ends)
+        if by_copies:
             _join(group)
         if gathered is not None:
             _copy_gathered(group, here, x, gathered)
             _release(group, here)
+    elif is_grouped:
+        _multiply_by_stage(group, parts, config, here, gathered)
     else:
         _multiply_arriving(group, parts, config, here, gathered)
 
@@ -131,7 +140,12 @@ def _release(group: Group, here: Turn) -> None:
 
 
 def _gather_then_multiply(
-    group: Group, parts: Sequence[Operands], rows: tuple[int, ...], config: GemmConfig, gathered: torch.Tensor | None
+    group: Group,
+    op: str,
+    parts: Sequence[Operands],
+    rows: tuple[int, ...],
+    config: GemmConfig,
+    gathered: torch.Tensor | None,
 ) -> None:
     x, scale_x = parts[0].x, parts[0].scale_x
     for part in parts:
@@ -139,10 +153,10 @@ def _gather_then_multiply(
     everything = x
     if group.world_size > 1:
         everything = x.new_empty((sum(rows), x.shape[1])) if gathered is None else gathered
-        gather_rows(group, "ag_gemm", x, everything, rows)
+        gather_rows(group, op, x, everything, rows)
         if scale_x is not None:
             scales = scale_x.new_empty(sum(rows))
-            gather_rows(group, "ag_gemm", scale_x, scales, rows)
+            gather_rows(group, op, scale_x, scales, rows)
             scale_x = scales
     elif gathered is not None:
         gathered.copy_(x)
@@ -188,6 +202,38 @@ def _multiply_arriving(
         _copy_gathered(group, here, x, gathered)
     _join(group)
     steps.launch_release(here, world_size)
+
+
+def _multiply_by_stage(
+    group: Group, parts: Sequence[Operands], config: GemmConfig, here: Turn, gathered: torch.Tensor | None
+) -> None:
+    """One launch for the tiles that each rank's rows complete, as soon as these have arrived."""
+    plan, rank, world_size = here.plan, group.rank, group.world_size
+    x, scale_x = parts[0].x, parts[0].scale_x
+    by_stage = [
+        [dataclasses.replace(part, groups=_groups(part).of_stage(stage)) for part in parts]
+        for stage in range(world_size)
+    ]
+    _load_steps(group, here, parts[0])
+    for part in parts:
+        launch_gemm(part, GATHERING_GROUPED.gathered, config, group=group, turn=here, load_only=True)
+    _feed(group, here, x, scale_x, config)
+    for stage, those in enumerate(by_stage):
+        source = (rank + stage) % world_size
+        for chunk in range(plan.num_chunks if stage else 0):
+            if plan.chunk(source, chunk):
+                steps.launch_await(here, source, chunk, world_size)
+        for part in those:
+            launch_gemm(part, GATHERING_GROUPED.gathered, config, group=group, turn=here)
+    if gathered is not None:
+        _copy_gathered(group, here, x, gathered)
+    _join(group)
+    steps.launch_release(here, world_size)
+
+
+def _groups(operands: Operands) -> Groups:
+    assert operands.groups is not None
+    return operands.groups
 
 
 def _sends_by_copies(group: Group) -> bool:
@@ -339,13 +385,18 @@ def _load_steps(group: Group, here: Turn, part: Operands) -> None:
 
 
 def _load_later_parts(
-    group: Group, here: Turn, parts: Sequence[Operands], config: GemmConfig, gathered: torch.Tensor | None
+    group: Group,
+    here: Turn,
+    parts: Sequence[Operands],
+    config: GemmConfig,
+    gathered: torch.Tensor | None,
+    roles: Gathering,
 ) -> None:
     """What is launched after the first part has begun to wait must be loaded before."""
     if group.device.type != "cuda":
         return
     for index, part in enumerate(parts[1:], 1):
         ends = gathered is None and index == len(parts) - 1
-        launch_gemm(part, GATHERED, config, group=group, turn=here, releases=ends, load_only=True)
+        launch_gemm(part, roles.gathered, config, group=group, turn=here, releases=ends, load_only=True)
     if gathered is not None:
         _load_steps(group, here, parts[0])

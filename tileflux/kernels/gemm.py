@@ -26,13 +26,15 @@ import triton.language as tl
 from tileflux.lang.epilogue import activate, scaled
 from tileflux.lang.remote import typed
 from tileflux.lang.signal import clock_ns, taken
-from tileflux.lang.tiles import cut, feed_rows, leave_launch, locate, num_steps_of
+from tileflux.lang.tiles import cut, feed_rows, leave_launch, locate, num_steps_of, picked_rows
 from tileflux.lang.trace import note_tile
-from tileflux.lang.turn import SCALES, data, fetch
+from tileflux.lang.turn import SCALES, data, fetch, shard
 
 __all__ = ["NUMBERS"]
 
-NUMBERS = ("a", "b", "out", "bias", "scale_a", "scale_b", "M", "N", "K", "stride_a", "stride_b", "trace", "table_ptr")
+NUMBERS = (
+    "a", "b", "out", "bias", "scale_a", "scale_b", "rows", "N", "K", "stride_a", "stride_b", "trace", "table_ptr"
+)  # fmt: skip
 """Arguments that must not make a variant of the kernel by their value."""
 
 
@@ -44,7 +46,7 @@ def _gemm_kernel(
     bias: tl.int64,
     scale_a: tl.int64,
     scale_b: tl.int64,
-    M: tl.int32,
+    rows: tl.int64,
     N: tl.int32,
     K: tl.int32,
     stride_a: tl.int64,
@@ -59,29 +61,30 @@ def _gemm_kernel(
     FINISH: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """The first programs feed the peers, if the op has feeders; the others multiply. SPEC is a ``GemmSpec``."""
+    """The first programs feed the peers, if the op has feeders; the others multiply. SPEC is a ``GemmSpec``.
+
+    ``rows`` is how many there are; where they are grouped by expert, the address of their list of tiles.
+    """
     program = tl.program_id(0) - SPEC.num_feeders
     if SPEC.num_feeders > 0:  # noqa: SIM102 - `and` does not keep the compiler from what follows
         if program < 0:
             feed_rows(a, scale_a, K, table_ptr, trace, SPEC)
     if program >= 0:
         _multiply_tiles(
-            program, a, b, out, bias, scale_a, scale_b, M, N, K, (stride_a, stride_b), a_desc, rows_desc, b_desc,
-            trace, table_ptr, ORDER, WAIT, FINISH, SPEC,
+            program, (a, b, out, bias, scale_a, scale_b), (rows, N, K), (stride_a, stride_b),
+            (a_desc, rows_desc, b_desc), trace, table_ptr, ORDER, WAIT, FINISH, SPEC,
         )  # fmt: skip
     leave_launch(table_ptr, SPEC)
 
 
 @triton.jit
 def _multiply_tiles(
-    program, a, b, out, bias, scale_a, scale_b, M, N, K, strides, a_desc, rows_desc, b_desc, trace,
-    table, ORDER: tl.constexpr, WAIT: tl.constexpr, FINISH: tl.constexpr, SPEC: tl.constexpr,
+    program, addresses, sizes, strides, descriptors, trace, table,
+    ORDER: tl.constexpr, WAIT: tl.constexpr, FINISH: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Every tile of this program, in the order's sequence."""
-    parts = cut(M, N, table, SPEC)
+    parts = cut(sizes[0], sizes[1], table, SPEC)
     num_steps = num_steps_of(parts, SPEC)
-    addresses = (a, b, out, bias, scale_a, scale_b)
-    descriptors = (a_desc, rows_desc, b_desc)
     ready = num_steps * 0 - 1
     if SPEC.fetches:
         step = taken(fetch(table, SPEC.world_size))
@@ -89,16 +92,20 @@ def _multiply_tiles(
             # One ahead, so that it is there when this tile is done, and no further: a slow program would keep tiles.
             ticket = fetch(table, SPEC.world_size)
             ready = _tile(
-                step, ready, program, parts, addresses, (M, N, K), strides, descriptors, trace, table,
+                step, ready, program, parts, addresses, sizes, strides, descriptors, trace, table,
                 ORDER, WAIT, FINISH, SPEC,
             )  # fmt: skip
             step = taken(ticket)
     else:
         for step in range(program, num_steps, tl.num_programs(0) - SPEC.num_feeders):
             ready = _tile(
-                step, ready, program, parts, addresses, (M, N, K), strides, descriptors, trace, table,
+                step, ready, program, parts, addresses, sizes, strides, descriptors, trace, table,
                 ORDER, WAIT, FINISH, SPEC,
             )  # fmt: skip
+    if SPEC.is_grouped and SPEC.awaits_rows:  # noqa: SIM102
+        # Also those that no tile needs: this rank's buffer is not free before they have come.
+        if ready != SPEC.world_size - 1:
+            WAIT(table, num_steps * 0 + (SPEC.world_size - 1), 0, SPEC)
 
 
 @triton.jit
@@ -109,10 +116,10 @@ def _tile(
     """The tile of a step. ``ready`` is the chunk that this program has waited for last; returns it anew."""
     rank, num_chunks, _, num_m, num_n = parts
     a, b, out, bias, scale_a, scale_b = addresses
-    M, N, K = sizes
+    given_rows, N, K = sizes
     stride_a, stride_b = strides
     a_desc, rows_desc, b_desc = descriptors
-    owner, chunk, m, n, turn, first_row, row, end = locate(step, parts, M, table, ORDER, SPEC)
+    owner, chunk, m, n, turn, first_row, row, end, expert = locate(step, parts, given_rows, table, ORDER, SPEC)
     if row < end:
         if SPEC.records:
             begin = clock_ns()
@@ -123,23 +130,30 @@ def _tile(
         if SPEC.records:
             start = clock_ns()
         column = n * SPEC.block_n
-        buffer, scales, pitch, a_row = _a_rows(a, scale_a, stride_a, K, table, owner, rank, first_row, row, SPEC)
+        inside = row + tl.arange(0, SPEC.block_m) < end
+        if SPEC.picks_rows:
+            buffer, scales, a_row = a, scale_a, row
+            offsets, rows = _picked(a, scale_a, stride_a, K, given_rows, row, inside, table, rank, SPEC)
+        else:
+            buffer, scales, pitch, a_row = _a_rows(a, scale_a, stride_a, K, table, owner, rank, first_row, row, SPEC)
+            rows = a_row + tl.arange(0, SPEC.block_m)
+            offsets = rows.to(tl.int64) * pitch
         if SPEC.use_tma:
             desc = a_desc
-            if SPEC.gathers:  # noqa: SIM102
+            if SPEC.gathers and not SPEC.picks_rows:  # noqa: SIM102
                 if owner != rank:
                     desc = rows_desc
         else:
             desc = a_desc
         # A tile that is only to be summed multiplies nothing.
         depth = K * (1 - turn)
+        weight = _weight_of(expert, N, K, SPEC)
         total, gate = _multiply(
-            buffer, a_row, a_row + end - row, b, column, N, depth, pitch, stride_b, desc, b_desc, SPEC
+            (buffer, offsets, inside, a_row), (b, column, weight), N, depth, stride_b, desc, b_desc, SPEC
         )
         if SPEC.records:
             computed = clock_ns()
-        rows = a_row + tl.arange(0, SPEC.block_m)
-        value = _epilogue(total, gate, rows, a_row + end - row, column, N, scales, scale_b, bias, SPEC)
+        value = _epilogue(total, gate, rows, inside, column, N, weight[0], scales, scale_b, bias, SPEC)
         number = (chunk * num_m + m) * num_n + n
         place = (owner, first_row, row, column, end, N, number, turn)
         FINISH(value, out, place, table, SPEC)
@@ -165,32 +179,74 @@ def _a_rows(a, scale_a, stride_a, K, table, owner, rank, first_row, row, SPEC: t
 
 
 @triton.jit
-def _multiply(a, a_row, a_end, b, column, N, depth, stride_a, stride_b, a_desc, b_desc, SPEC: tl.constexpr):
+def _picked(a, scale_a, stride_a, K, given_rows, row, inside, table, rank, SPEC: tl.constexpr):
+    """(elements from ``a``, numbers from ``scale_a``) of a tile's rows, which are picked from anywhere in x.
+
+    Of gathered rows, own ones are in place and others where they have arrived: also counted from ``a``.
+    """
+    numbers = picked_rows(given_rows, row + tl.arange(0, SPEC.block_m), inside).to(tl.int64)
+    rows = numbers
+    offsets = numbers * stride_a
+    if SPEC.gathers:
+        first, count = shard(table, rank, SPEC.world_size)
+        buffer = data(table, rank, SPEC.world_size)
+        is_own = (numbers >= first) & (numbers < first + count)
+        arrived = (buffer - a) // (SPEC.a_type.primitive_bitwidth // 8) + numbers * K
+        offsets = tl.where(is_own, (numbers - first) * stride_a, arrived)
+        if SPEC.scale_a == "channel":
+            scales = buffer + tl.load(table + SCALES)
+            rows = tl.where(is_own, numbers - first, (scales - scale_a) // 4 + numbers)
+    return offsets, rows
+
+
+@triton.jit
+def _weight_of(expert, N, K, SPEC: tl.constexpr):
+    """(rows, elements of K) before an expert's weight: all experts' weights are one matrix, below each other."""
+    num_rows = N
+    if SPEC.is_gated:
+        num_rows = 2 * N
+    rows = expert * num_rows
+    depth = expert * 0
+    if SPEC.is_grouped and not SPEC.k_major:
+        depth = expert * K
+    return rows, depth
+
+
+@triton.jit
+def _multiply(left_rows, right_rows, N, depth, stride_b, a_desc, b_desc, SPEC: tl.constexpr):
     """The main loop: (sum over k of a and b's tile, the same of the gate's tile or 0)."""
     BLOCK_M: tl.constexpr = SPEC.block_m
     BLOCK_N: tl.constexpr = SPEC.block_n
+    a, offsets, inside, a_row = left_rows
+    b, column, weight = right_rows
+    first, first_k = weight
+    if not SPEC.k_major:
+        first = first * 0
     total = tl.zeros((BLOCK_M, BLOCK_N), SPEC.accumulator)
     gate = total
+    inner = tl.arange(0, SPEC.block_k)
+    if SPEC.k_aligned:
+        # So that the compiler can tell: a mask of unknown alignment makes every load one element wide.
+        depth = depth // (128 // SPEC.a_type.primitive_bitwidth) * (128 // SPEC.a_type.primitive_bitwidth)
+    a_ptrs = _grid(typed(a, SPEC.a_type, SPEC.a_aligned), offsets, inner, SPEC.a_type, SPEC.a_aligned)
+    row_mask = inside[:, None]
     if SPEC.use_tma:
         for k in range(0, depth, SPEC.block_k):
-            left = a_desc.load([a_row, k])
-            if SPEC.is_gated:
-                gate = _dot(left, _b_tile(b_desc, column, k, SPEC), gate, SPEC)
-                total = _dot(left, _b_tile(b_desc, N + column, k, SPEC), total, SPEC)
+            if SPEC.picks_rows:
+                left = _load(a_ptrs, row_mask, (inner < depth - k)[None, :], SPEC)
+                a_ptrs += SPEC.block_k
             else:
-                total = _dot(left, _b_tile(b_desc, column, k, SPEC), total, SPEC)
+                left = a_desc.load([a_row, k])
+            if SPEC.is_gated:
+                gate = _dot(left, _b_tile(b_desc, first + column, first_k + k, SPEC), gate, SPEC)
+                total = _dot(left, _b_tile(b_desc, first + N + column, first_k + k, SPEC), total, SPEC)
+            else:
+                total = _dot(left, _b_tile(b_desc, first + column, first_k + k, SPEC), total, SPEC)
     else:
-        if SPEC.k_aligned:
-            # So that the compiler can tell: a mask of unknown alignment makes every load one element wide.
-            depth = depth // (128 // SPEC.a_type.primitive_bitwidth) * (128 // SPEC.a_type.primitive_bitwidth)
-        rows = a_row + tl.arange(0, SPEC.block_m)
         columns = column + tl.arange(0, SPEC.block_n)
-        inner = tl.arange(0, SPEC.block_k)
-        row_mask = (rows < a_end)[:, None]
         column_mask = (columns < N)[None, :]
-        a_ptrs = _grid(typed(a, SPEC.a_type, SPEC.a_aligned), rows, inner, stride_a, SPEC.a_type, SPEC.a_aligned)
-        b_ptrs = _b_grid(b, columns, inner, stride_b, SPEC)
-        up_ptrs = _b_grid(b, N + columns, inner, stride_b, SPEC)
+        b_ptrs = _b_grid(b, first + columns, first_k + inner, stride_b, SPEC)
+        up_ptrs = _b_grid(b, first + N + columns, first_k + inner, stride_b, SPEC)
         for k in range(0, depth, SPEC.block_k):
             left = _load(a_ptrs, row_mask, (inner < depth - k)[None, :], SPEC)
             right = _load(b_ptrs, column_mask, (inner < depth - k)[:, None], SPEC)
@@ -231,9 +287,9 @@ def _b_grid(b, columns, inner, stride_b, SPEC: tl.constexpr):
     """Pointers to a tile of b, ``[block_k, block_n]``, whichever of its dimensions is contiguous."""
     base = typed(b, SPEC.b_type, SPEC.b_aligned)
     if SPEC.k_major:
-        pointers = _grid(base, columns, inner, stride_b, SPEC.b_type, SPEC.b_aligned).T
+        pointers = _grid(base, columns.to(tl.int64) * stride_b, inner, SPEC.b_type, SPEC.b_aligned).T
     else:
-        pointers = _grid(base, inner, columns, stride_b, SPEC.b_type, SPEC.b_aligned)
+        pointers = _grid(base, inner.to(tl.int64) * stride_b, columns, SPEC.b_type, SPEC.b_aligned)
     return pointers
 
 
@@ -246,12 +302,12 @@ def _b_step(stride_b, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _grid(base, outer, inner, stride, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers ``base[outer, inner]``."""
+def _grid(base, outer, inner, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointers to elements ``outer + inner`` from ``base``."""
     if ALIGNED:
         # A multiple of 16 bytes, so that the compiler can tell: else it loads element by element, and not ahead.
-        stride = stride // (128 // TYPE.primitive_bitwidth) * (128 // TYPE.primitive_bitwidth)
-    return base + outer[:, None].to(tl.int64) * stride + inner[None, :]
+        outer = outer // (128 // TYPE.primitive_bitwidth) * (128 // TYPE.primitive_bitwidth)
+    return base + outer[:, None] + inner[None, :]
 
 
 @triton.jit
@@ -266,12 +322,13 @@ def _load(pointers, outer_mask, inner_mask, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _epilogue(total, gate, rows, end, column, N, scale_a, scale_b, bias, SPEC: tl.constexpr):
+def _epilogue(total, gate, rows, row_mask, column, N, first, scale_a, scale_b, bias, SPEC: tl.constexpr):
     columns = column + tl.arange(0, SPEC.block_n)
-    inside = columns < N
+    mask = columns < N
+    columns += first
     if SPEC.is_gated:
-        gate = scaled(gate, rows, rows < end, columns, inside, scale_a, scale_b, bias, SPEC)
-        value = scaled(total, rows, rows < end, N + columns, inside, scale_a, scale_b, bias, SPEC)
+        gate = scaled(gate, rows, row_mask, columns, mask, scale_a, scale_b, bias, SPEC)
+        value = scaled(total, rows, row_mask, N + columns, mask, scale_a, scale_b, bias, SPEC)
     else:
-        value = scaled(total, rows, rows < end, columns, inside, scale_a, scale_b, bias, SPEC)
+        value = scaled(total, rows, row_mask, columns, mask, scale_a, scale_b, bias, SPEC)
     return activate(value, gate, SPEC)

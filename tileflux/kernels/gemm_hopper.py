@@ -35,7 +35,7 @@ from tileflux.lang.trace import note_tile
 __all__ = ["NUMBERS"]
 
 NUMBERS = (
-    "a", "out", "bias", "scale_a", "scale_b", "M", "N", "K", "flags", "partials", "trace", "table_ptr"
+    "a", "out", "bias", "scale_a", "scale_b", "rows", "N", "K", "flags", "partials", "trace", "table_ptr"
 )  # fmt: skip
 """Arguments that must not make a variant of the kernel by their value."""
 
@@ -47,7 +47,7 @@ def _gemm_hopper_kernel(
     bias: tl.int64,
     scale_a: tl.int64,
     scale_b: tl.int64,
-    M: tl.int32,
+    rows: tl.int64,
     N: tl.int32,
     K: tl.int32,
     a_desc,
@@ -74,7 +74,7 @@ def _gemm_hopper_kernel(
         mbarrier.init(full.index(stage), count=1)
     fence_async_shared()  # TMA counts in them
     ring = (a_ring, b_ring, empty, full)
-    sizes = (M, N, K)
+    sizes = (rows, N, K)
     target = out
     if SPEC.out_by_tma:
         target = (out_desc, piece_buffers(out_desc))
@@ -97,15 +97,15 @@ def _produce(
 ):  # fmt: skip
     """Load what the consumer will multiply, as soon as it is there."""
     a_ring, b_ring, empty, full = ring
-    M, N, K = sizes
-    parts = cut(M, N, table, SPEC)
+    rows, N, K = sizes
+    parts = cut(rows, N, table, SPEC)
     rank, num_chunks, _, _, _ = parts
     cursor, end, step, num_steps, num_k = _begin(parts, K, flags, SPEC)
     count = num_steps * 0
     ready = count - 1
     while (cursor < end) | (step < num_steps):
         this, first_k, end_k, cursor, step = next_piece(cursor, end, step, num_k, _num_multipliers(SPEC))
-        owner, chunk, m, n, turn, first_row, row, end_row = locate(this, parts, M, table, ORDER, SPEC)
+        owner, chunk, m, n, turn, first_row, row, end_row, expert = locate(this, parts, rows, table, ORDER, SPEC)
         if row < end_row:
             slab = owner * num_chunks + chunk
             if slab != ready:
@@ -117,6 +117,11 @@ def _produce(
                 if own:
                     a_row = row
             column = n * SPEC.block_n
+            before = expert * 0
+            if SPEC.k_major:
+                column += expert * N
+            else:
+                before = expert * K
             for index in range(first_k, end_k * (1 - turn)):
                 k = index * SPEC.block_k
                 stage = count % SPEC.num_stages
@@ -134,7 +139,9 @@ def _produce(
                 if SPEC.k_major:
                     tma.async_copy_global_to_shared(b_desc, [column, k], full.index(stage), b_ring.index(stage))
                 else:
-                    tma.async_copy_global_to_shared(b_desc, [k, column], full.index(stage), b_ring.index(stage))
+                    tma.async_copy_global_to_shared(
+                        b_desc, [before + k, column], full.index(stage), b_ring.index(stage)
+                    )
                 count += 1
 
 
@@ -144,11 +151,11 @@ def _consume(
     ORDER: gl.constexpr, FINISH: gl.constexpr, SPEC: gl.constexpr,
 ):  # fmt: skip
     """Multiply what the producer has loaded, and finish tiles."""
-    M, N, K = sizes
+    rows, N, K = sizes
     LAYOUT: gl.constexpr = SPEC.accumulator_layout
     BLOCK_M: gl.constexpr = SPEC.block_m
     BLOCK_N: gl.constexpr = SPEC.block_n
-    parts = cut(M, N, table, SPEC)
+    parts = cut(rows, N, table, SPEC)
     cursor, end, step, num_steps, num_k = _begin(parts, K, workspace[0], SPEC)
     program = gl.program_id(0) - SPEC.num_feeders
     if SPEC.num_feeders > 0:  # noqa: SIM102 - `and` does not keep the compiler from what follows
@@ -157,7 +164,7 @@ def _consume(
     count = num_steps * 0
     while (cursor < end) | (step < num_steps):
         this, first_k, end_k, cursor, step = next_piece(cursor, end, step, num_k, _num_multipliers(SPEC))
-        owner, chunk, m, n, turn, first_row, row, end_row = locate(this, parts, M, table, ORDER, SPEC)
+        owner, chunk, m, n, turn, first_row, row, end_row, expert = locate(this, parts, rows, table, ORDER, SPEC)
         if row < end_row:
             if SPEC.records:
                 begin = clock_ns()
@@ -180,7 +187,7 @@ def _consume(
                     signal(flag, 1)
             if first_k == 0:
                 column = n * SPEC.block_n
-                value = _epilogue(total, first_row + row, first_row + end_row, column, N, factors, SPEC)
+                value = _epilogue(total, first_row + row, first_row + end_row, column, N, expert * N, factors, SPEC)
                 number = (chunk * parts[3] + m) * parts[4] + n
                 place = (owner, first_row, row, column, end_row, N, number, turn)
                 FINISH(value, target, place, table, SPEC)
@@ -258,18 +265,21 @@ def _num_multipliers(SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _epilogue(total, first_row, end, column, N, factors, SPEC: gl.constexpr):
-    """Scales, bias and activation, a piece at a time: a whole tile's would not fit in registers beside it."""
+def _epilogue(total, first_row, end, column, N, before, factors, SPEC: gl.constexpr):
+    """Scales, bias and activation, a piece at a time: a whole tile's would not fit in registers beside it.
+
+    ``before`` are columns of other experts in front of those whose scales and bias these are.
+    """
     if total.shape[1] == PIECE:
         bias, scale_a, scale_b = factors
         rows = first_row + span(total.shape[0])
         columns = column + span(total.shape[1])
-        value = scaled(total, rows, rows < end, columns, columns < N, scale_a, scale_b, bias, SPEC)
+        value = scaled(total, rows, rows < end, before + columns, columns < N, scale_a, scale_b, bias, SPEC)
         value = activate(value, value, SPEC)
     else:
         left, right = halves(total)
-        left = _epilogue(left, first_row, end, column, N, factors, SPEC)
-        right = _epilogue(right, first_row, end, column + total.shape[1] // 2, N, factors, SPEC)
+        left = _epilogue(left, first_row, end, column, N, before, factors, SPEC)
+        right = _epilogue(right, first_row, end, column + total.shape[1] // 2, N, before, factors, SPEC)
         value = whole(left, right, total)
     return value
 

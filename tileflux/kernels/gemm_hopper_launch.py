@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tileflux.config import GemmConfig
 from tileflux.kernels.gemm_hopper import _gemm_hopper_kernel
-from tileflux.kernels.gemm_shared import Launch, address, constants, side_addresses, table_of
+from tileflux.kernels.gemm_shared import Launch, address, constants, rows_argument, side_addresses, table_of
 from tileflux.kernels.loading import launching, load_once
 from tileflux.kernels.operands import ELEMENTS, GemmSpec, Operands, Role, make_spec
 from tileflux.kernels.prepared import Launcher, Tile, raw_stream, relaunchable
@@ -84,6 +84,8 @@ def why_not_hopper(operands: Operands, role: Role, config: GemmConfig) -> str | 
     tile = f"tiles of {config.block_m} x {config.block_n} x {config.block_k} with {config.num_warps} warps"
     if operands.is_gated:
         return "it has no gated activations"
+    if operands.groups is not None and operands.groups.picks_rows:
+        return "TMA does not pick rows"
     if config.block_m not in (64, 128, 256) or config.block_n < _PIECE or accumulators > _MAX_ACCUMULATORS:
         return f"{tile}: it has 64, 128 or 256 rows, from {_PIECE} columns on, as far as registers go"
     if config.block_k * x.element_size() != _ROW_BYTES or config.num_warps != num_warps:
@@ -160,7 +162,7 @@ class Prepared:
 
     def __init__(self, operands: Operands, launch: Launch, turn: Turn | None, spec: HopperSpec, streams: bool) -> None:
         self._grid, self._trace = launch.num_programs, launch.trace
-        self._sizes = (launch.num_rows, operands.num_columns, operands.depth)
+        self._num_rows, self._sizes = launch.num_rows, (operands.num_columns, operands.depth)
         self._partial_bytes = 4 * spec.block_m * spec.block_n * launch.num_programs if streams else 0
         self._flags = _flags(operands.x.device) if streams else None
         self._device = operands.x.device
@@ -183,7 +185,8 @@ class Prepared:
         if flags:
             # Once this is launched, the allocator gives it to nobody else before this stream is done with it.
             partials = torch.empty(self._partial_bytes, dtype=torch.uint8, device=self._device)
-        first = (operands.x.data_ptr(), operands.out.data_ptr(), *side_addresses(operands), *self._sizes)
+        rows = rows_argument(operands, self._num_rows)
+        first = (operands.x.data_ptr(), operands.out.data_ptr(), *side_addresses(operands), rows, *self._sizes)
         return first, (flags, address(partials), address(self._trace), table_of(turn, self._device)), partials
 
     def launch(self, operands: Operands, turn: Turn | None) -> None:
@@ -246,7 +249,7 @@ def make_hopper_spec(operands: Operands, launch: Launch, turn: Turn | None) -> H
     plain = _plain_spec(operands, launch)
     # A tile may only be stored whole where it ends with its chunk, or with all rows.
     whole = turn is None or all(count % config.block_m == 0 for count in (*turn.plan.rows, turn.plan.chunk_rows))
-    by_tma = whole and plain.out_aligned and _may_leave_by_tma(operands, role)
+    by_tma = whole and operands.groups is None and plain.out_aligned and _may_leave_by_tma(operands, role)
     streams = config.streams and launch.may_stream and role.num_turns == 1
     return _make_spec(plain, config, by_tma, streams, _waits(role))
 

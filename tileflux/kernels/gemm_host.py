@@ -15,17 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from tileflux.config import GemmConfig
+from tileflux.config import GROUPS, GemmConfig
 from tileflux.kernels.copy_host import wait_for_copies
+from tileflux.kernels.groups import Groups
 from tileflux.kernels.operands import Operands, Role
 from tileflux.kernels.recording import HostRecording, current_recorder
 from tileflux.kernels.turns import Turn
-from tileflux.lang.schedule import replay
+from tileflux.lang.schedule import arrival_order, replay
 from tileflux.perf.timeline import TileSpan, Transfer
 from tileflux.symm.base import Copy, FlagWrite
 from tileflux.symm.group import Group
 
-__all__ = ["Tile", "multiply", "run_gemm", "tiles"]
+__all__ = ["Tile", "grouped_tiles", "multiply", "run_gemm", "tiles"]
 
 _order = functools.cache(replay)
 
@@ -41,6 +42,8 @@ class Tile:
     columns: range
     number: int
     turn: int
+    expert: int = 0
+    """Of grouped rows; the owner is then the stage at which the last of them arrive."""
 
 
 def run_gemm(
@@ -66,14 +69,20 @@ def run_gemm(
     if role.feeds:
         policies.feed()
     spans = []
-    for tile in tiles(role, config, rank, shards, operands.num_columns):
+    groups = operands.groups
+    if groups is None:
+        order = tiles(role, config, rank, shards, operands.num_columns)
+    else:
+        order = grouped_tiles(groups, config, operands.num_columns)
+    for tile in order:
         begin = time.perf_counter_ns()
         policies.wait(tile)
         ready = time.perf_counter_ns()
-        value = None if tile.turn else weight.product(*policies.rows(tile), tile.columns)
+        value = None if tile.turn else weight.product(*policies.rows(tile), tile.columns, tile.expert)
         computed = time.perf_counter_ns()
         policies.finish(tile, value)
         spans.append((tile, begin, ready, computed, time.perf_counter_ns()))
+    policies.end()
     if group is not None and turn is not None:
         wait_for_copies(group, turn.plan.op, policies.sending)
         if releases:
@@ -140,6 +149,18 @@ def tiles(role: Role, config: GemmConfig, rank: int, shards: _Shards, num_column
             yield Tile(owner, chunk, range(row, end), columns, (chunk * num_m + m) * num_n + n, turn)
 
 
+def grouped_tiles(groups: Groups, config: GemmConfig, num_columns: int) -> Iterator[Tile]:
+    """Every tile of rows that are grouped by expert, in the order one program would take them."""
+    words, num_n = groups.index, -(-num_columns // config.block_n)
+    num_m = int(words[GROUPS.num_tiles])
+    listed = words[GROUPS.tiles :][: GROUPS.tile_words * num_m].view(-1, GROUPS.tile_words).tolist()
+    for step in range(num_m * num_n):
+        _, _, m, n, turn = _order(arrival_order)(step, 0, 1, 1, num_m, num_n, config.group_m)
+        expert, first, end, stage = listed[m]
+        columns = range(n * config.block_n, min(num_columns, (n + 1) * config.block_n))
+        yield Tile(stage, 0, range(first, min(first + groups.block_m, end)), columns, m * num_n + n, turn, expert)
+
+
 def multiply(operands: Operands) -> None:
     """The whole product as one tile."""
     out = operands.out
@@ -154,19 +175,25 @@ class _Weight:
         self._type = torch.float64 if operands.x.dtype == torch.int8 else torch.float32
         self._weight = operands.weight.to(self._type)
 
-    def product(self, x: torch.Tensor, scale: torch.Tensor | None, columns: range) -> torch.Tensor:
+    def product(self, x: torch.Tensor, scale: torch.Tensor | None, columns: range, expert: int = 0) -> torch.Tensor:
         """A tile in fp32, with scales, bias and activation."""
         given = self._operands
         x = x.to(self._type)
-        value = self._part(x, scale, columns)
+        value = self._part(x, scale, columns, expert)
         if given.is_gated:
             up = range(columns.start + given.num_columns, columns.stop + given.num_columns)
-            return functional.silu(value) * self._part(x, scale, up)
+            return functional.silu(value) * self._part(x, scale, up, expert)
         return _ACTIVATIONS[given.activation](value)
 
-    def _part(self, x: torch.Tensor, scale: torch.Tensor | None, columns: range) -> torch.Tensor:
-        given, cut = self._operands, slice(columns.start, columns.stop)
-        value = (x @ self._weight[cut].t()).float()
+    def _part(self, x: torch.Tensor, scale: torch.Tensor | None, columns: range, expert: int) -> torch.Tensor:
+        given, depth = self._operands, self._operands.depth
+        before = expert * given.num_columns * (2 if given.is_gated else 1)
+        cut = slice(before + columns.start, before + columns.stop)
+        if given.groups is None or given.k_major:
+            weight = self._weight[cut]
+        else:
+            weight = self._weight[columns.start : columns.stop, expert * depth : (expert + 1) * depth]
+        value = (x @ weight.t()).float()
         if scale is not None:
             value *= scale if scale.dim() == 0 else scale[:, None]
         if given.scale_weight is not None:
@@ -174,6 +201,12 @@ class _Weight:
         if given.bias is not None and given.adds_bias:
             value += given.bias[cut].float()
         return value
+
+
+def _picked(groups: Groups, tile: Tile) -> torch.Tensor:
+    """Which rows of x a tile's are."""
+    first = int(groups.index[GROUPS.rows])
+    return groups.index[first + tile.rows.start : first + tile.rows.stop].long()
 
 
 def gelu(value: torch.Tensor) -> torch.Tensor:
@@ -212,9 +245,16 @@ class _Policies:
     def wait(self, tile: Tile) -> None:
         """Return when the tile may be computed."""
 
+    def end(self) -> None:
+        """Return when nothing more of this call will come from peers."""
+
     def rows(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The rows of x, and their scales."""
-        return self._cut(self.operands.x, self.operands.scale_x, tile.rows)
+        x, scale, groups = self.operands.x, self.operands.scale_x, self.operands.groups
+        if groups is None or not groups.picks_rows:
+            return self._cut(x, scale, tile.rows)
+        picked = _picked(groups, tile)
+        return x[picked], scale if scale is None or scale.dim() == 0 else scale[picked]
 
     def finish(self, tile: Tile, value: torch.Tensor | None) -> None:
         """Put the tile where it belongs."""
@@ -271,6 +311,45 @@ class _Gather(_Gathered):
     def wait(self, tile: Tile) -> None:
         if tile.owner != self.rank:
             self.turn.wait_for_flag(tile.owner, tile.chunk)
+
+
+class _GatheredGrouped(_Gathered):
+    """Rows picked from what all ranks have: own ones in place, the others' where they have arrived."""
+
+    def rows(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert self.operands.groups is not None
+        picked = _picked(self.operands.groups, tile)
+        first, x, scale = self.plan.first_rows[self.rank], self.operands.x, self.operands.scale_x
+        is_own = (picked >= first) & (picked < first + len(x))
+        rows, scales = self._buffer[picked], None
+        rows[is_own] = x[picked[is_own] - first]
+        if scale is not None:
+            scales = self.turn.gathered_scales()[picked]
+            scales[is_own] = scale[picked[is_own] - first]
+        return rows, scales
+
+    def finish(self, tile: Tile, value: torch.Tensor | None) -> None:
+        self._put(self.operands.out, tile.rows, tile.columns, value)
+
+
+class _GatherGrouped(_GatheredGrouped, _Gather):
+    """Send own rows to everyone; a tile waits for all ranks whose rows may be among its own."""
+
+    _stage = 0
+
+    def wait(self, tile: Tile) -> None:
+        self._wait_for(tile.owner)
+
+    def end(self) -> None:
+        self._wait_for(self.group.world_size - 1)
+
+    def _wait_for(self, stage: int) -> None:
+        while self._stage < stage:
+            self._stage += 1
+            source = (self.rank + self._stage) % self.group.world_size
+            for chunk in range(self.plan.num_chunks):
+                if self.plan.chunk(source, chunk):
+                    self.turn.wait_for_flag(source, chunk)
 
 
 class _Scatter(_Policies):
@@ -347,6 +426,8 @@ class _Spread(_Scatter):
 _POLICIES: dict[str, Callable[[Operands, Group, Turn], _Policies]] = {
     "ag_gemm": _Gather,
     "ag_gemm, rows already here": _Gathered,
+    "moe_ag_gemm": _GatherGrouped,
+    "moe_ag_gemm, rows already here": _GatheredGrouped,
     "gemm_rs": _Scatter,
     "gemm_ar": _Spread,
 }

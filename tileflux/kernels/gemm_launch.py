@@ -28,6 +28,7 @@ from tileflux.kernels.gemm_shared import (
     may_stream,
     num_programs,
     num_tiles,
+    rows_argument,
     side_addresses,
     table_of,
 )
@@ -97,16 +98,19 @@ def _plan(
     device = operands.x.device
     num_rows = sum(turn.plan.rows) if turn is not None and role.is_sharded else operands.out.shape[0]
     tiles = num_tiles(config, role, num_rows, operands.num_columns, turn)
+    groups = operands.groups
+    if groups is not None:
+        tiles = groups.max_tiles * -(-operands.num_columns // config.block_n)
     num_feeders, num_multipliers = num_programs(config, group, role, tiles, turn)
     return Launch(
         role, config, num_rows, tiles, num_feeders, num_feeders + num_multipliers,
         world_size=1 if turn is None or group is None else group.world_size,
         releases=releases,
-        use_tma=_has_tma(device) and _fits_tma(operands) if use_tma is None else use_tma,
+        use_tma=_has_tma(device) and _fits_tma(operands, config) if use_tma is None else use_tma,
         fetches=turn is not None and fetches_tiles(group, config),
         records=current_recorder() is not None,
         trace=None if load_only else reserve(role, operands, config, turn, device),
-        may_stream=may_stream(group, turn),
+        may_stream=may_stream(group, turn) and groups is None,
     )  # fmt: skip
 
 
@@ -141,12 +145,13 @@ def _launch_triton(
         world_size=how.world_size, num_feeders=how.num_feeders, releases=how.releases, use_tma=use_tma,
         plain=is_virtual(group), fetches=how.fetches, records=how.records,
     )  # fmt: skip
-    numbers = (how.num_rows, operands.num_columns, operands.depth, x.stride(0), operands.weight_stride)
+    numbers = (operands.num_columns, operands.depth, x.stride(0), operands.weight_stride)
+    rows = rows_argument(operands, how.num_rows)
 
     def launch(grid: int, spec: GemmSpec, descriptors: Descriptors) -> object:
         return _gemm_kernel[(grid,)](
-            x.data_ptr(), operands.weight.data_ptr(), operands.out.data_ptr(), *side_addresses(operands), *numbers,
-            *descriptors, address(how.trace), table_of(turn, x.device),
+            x.data_ptr(), operands.weight.data_ptr(), operands.out.data_ptr(), *side_addresses(operands),
+            rows, *numbers, *descriptors, address(how.trace), table_of(turn, x.device),
             *constants(role, spec),
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
@@ -166,16 +171,16 @@ def _launch_triton(
     if how.trace is not None or not relaunchable(_gemm_kernel):
         return None
     launcher = Launcher(compiled, x.device.index or 0, constants(role, spec))
-    return _Prepared(launcher, how.num_programs, numbers, descriptors)
+    return _Prepared(launcher, how, numbers, descriptors)
 
 
 class _Prepared:
     """A launch of which all but the addresses is known: what is left of ``launch_gemm`` for the next such call."""
 
-    __slots__ = ("_grid", "_launcher", "_numbers", "_rows", "_shapes")
+    __slots__ = ("_grid", "_launcher", "_num_rows", "_numbers", "_rows", "_shapes")
 
-    def __init__(self, launcher: Launcher, grid: int, numbers: tuple[int, ...], descriptors: Descriptors) -> None:
-        self._launcher, self._grid, self._numbers = launcher, grid, numbers
+    def __init__(self, launcher: Launcher, how: Launch, numbers: tuple[int, ...], descriptors: Descriptors) -> None:
+        self._launcher, self._grid, self._num_rows, self._numbers = launcher, how.num_programs, how.num_rows, numbers
         a, rows, b = descriptors
         self._shapes = None if a is None or b is None else (a.shape, a.strides, b.shape, b.strides)
         # Where rows arrive is the turn's own, and stays where it is.
@@ -189,7 +194,8 @@ class _Prepared:
             a_shape, a_strides, b_shape, b_strides = self._shapes
             a, b = Tile(x, a_shape, a_strides), Tile(weight, b_shape, b_strides)
         self._launcher.launch(
-            self._grid, x, weight, operands.out.data_ptr(), *side_addresses(operands), *self._numbers,
+            self._grid, x, weight, operands.out.data_ptr(), *side_addresses(operands),
+            rows_argument(operands, self._num_rows), *self._numbers,
             a, self._rows, b, 0, table_of(turn, operands.x.device),
         )  # fmt: skip
 
@@ -202,7 +208,7 @@ def _key(
     operands: Operands, role: Role, config: GemmConfig, group: Group | None, releases: bool, use_tma: bool | None
 ) -> tuple[object, ...]:
     """Everything a launch depends on but addresses: of those only how they are aligned. The turn is not in it."""
-    x, weight, out, bias = operands.x, operands.weight, operands.out, operands.bias
+    x, weight, out, bias, groups = operands.x, operands.weight, operands.out, operands.bias, operands.groups
     return (
         role, config, None if group is None else group.name, releases, use_tma,
         x.device, x.dtype, x.shape, x.stride(), x.data_ptr() % 16,
@@ -210,6 +216,7 @@ def _key(
         out.dtype, out.shape, out.data_ptr() % 16,
         None if bias is None else bias.dtype, operands.adds_bias, operands.activation,
         scale_kind(operands.scale_x), scale_kind(operands.scale_weight),
+        None if groups is None else (groups.num_experts, groups.max_tiles, groups.picks_rows),
         torch.backends.cuda.matmul.fp32_precision if x.dtype is torch.float32 else "",
     )  # fmt: skip
 
@@ -230,11 +237,13 @@ def _has_tma(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _fits_tma(operands: Operands) -> bool:
+def _fits_tma(operands: Operands, config: GemmConfig) -> bool:
     """TMA wants rows and addresses in units of 16 bytes, and something to load."""
     x, weight = operands.x, operands.weight
     if 0 in (x.numel(), weight.numel()):
         return False
+    if operands.groups is not None and not operands.k_major and operands.depth % config.block_k:
+        return False  # behind an expert's K is the next one's weight, and whatever is not a number there would show
     return all(
         tensor.data_ptr() % 16 == 0 and stride * tensor.element_size() % 16 == 0
         for tensor, stride in ((x, x.stride(0)), (x, operands.depth), (weight, operands.weight_stride))

@@ -22,6 +22,7 @@ __all__ = [
     "may_stream",
     "num_programs",
     "num_tiles",
+    "rows_argument",
     "shares_gpu",
     "side_addresses",
     "sms_for",
@@ -36,6 +37,7 @@ class Launch:
     role: Role
     config: GemmConfig
     num_rows: int
+    """Of grouped rows, as many as there is room for."""
     num_tiles: int
     num_feeders: int
     num_programs: int
@@ -103,6 +105,11 @@ def may_stream(group: Group | None, turn: Turn | None) -> bool:
 def is_virtual(group: Group | None) -> bool:
     """Whether ranks are streams of one process: all that they launch is loaded before the first of them waits."""
     return group is not None and group.stream is not None
+
+
+def rows_argument(operands: Operands, num_rows: int) -> int:
+    """How a loop takes its rows: their number, or where they are grouped the address of their list."""
+    return num_rows if operands.groups is None else operands.groups.index.data_ptr()
 
 
 def constants(role: Role, spec: GemmSpec) -> tuple[object, ...]:

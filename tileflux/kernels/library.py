@@ -22,7 +22,7 @@ _LIBRARY_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def uses_torch(operands: Operands) -> bool:
     """Whether torch's library takes these operands as they are."""
-    if not operands.x.is_cuda or 0 in operands.out.shape or operands.depth == 0:
+    if not operands.x.is_cuda or 0 in operands.out.shape or operands.depth == 0 or operands.groups is not None:
         return False
     types = {operands.x.dtype, operands.weight.dtype, operands.out.dtype}
     if operands.bias is not None:

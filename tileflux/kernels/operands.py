@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 
 from tileflux.config import GemmConfig
+from tileflux.kernels.groups import Groups
 
 __all__ = ["ELEMENTS", "GemmSpec", "Operands", "Role", "make_spec", "scale_kind"]
 
@@ -33,6 +34,10 @@ class Operands:
     ``x`` is ``[M, K]`` with contiguous rows, ``weight`` ``[N, K]`` with one contiguous dimension, ``out`` contiguous.
     With "swiglu" the weight is ``[2 N, K]``: gate, then up. Scales are fp32 of one element, or one per row
     of ``x`` or of ``weight``.
+
+    With ``groups``, rows of the result belong to experts, and the weights of all E experts are one matrix: ``[E N, K]``
+    below each other, or where N is contiguous ``[N, E K]`` beside each other. Bias and scales of the weight are
+    those of all experts, one after the other.
     """
 
     x: torch.Tensor
@@ -44,6 +49,7 @@ class Operands:
     activation: str | None = None
     adds_bias: bool = True
     """Whether the bias is added here; where ranks sum their products, one of them adds it."""
+    groups: Groups | None = None
 
     @property
     def is_gated(self) -> bool:
@@ -53,7 +59,10 @@ class Operands:
     @property
     def num_columns(self) -> int:
         """Columns of the output."""
-        return self.weight.shape[0] // 2 if self.is_gated else self.weight.shape[0]
+        num_rows = self.weight.shape[0]
+        if self.groups is not None and self.k_major:
+            num_rows //= self.groups.num_experts
+        return num_rows // 2 if self.is_gated else num_rows
 
     @property
     def depth(self) -> int:
@@ -109,6 +118,10 @@ class GemmSpec:
     bias_type: tl.dtype
     activation: str
     is_gated: bool
+    is_grouped: bool
+    """Rows belong to experts, and tiles are those of a list."""
+    picks_rows: bool
+    """Rows of x are picked by number: they are loaded through pointers, also where the weight is loaded by TMA."""
     block_m: int
     block_n: int
     block_k: int
@@ -174,13 +187,16 @@ def make_spec(
         _aligned(operands.out, operands.num_columns),
     )
     layout = (use_tma, operands.k_major, operands.depth % config.block_k == 0, row_bytes % _WIDTH == 0)
+    groups = operands.groups
+    picks_rows = groups is not None and groups.picks_rows
     if use_tma:  # TMA needs the alignment anyway, and fills what is beyond K with zeroes
-        aligned, layout = (True, True, aligned[2]), (True, operands.k_major, True, True)
+        aligned, layout = (True, True, aligned[2]), (True, operands.k_major, layout[2] or not picks_rows, True)
     elif plain:
         aligned, layout = (False, False, False), (False, operands.k_major, False, False)
     return _make_spec(
         (x.dtype, weight.dtype, operands.out.dtype, None if operands.bias is None else operands.bias.dtype),
         (scale_kind(operands.scale_x), scale_kind(operands.scale_weight), operands.activation or ""),
+        (groups is not None, picks_rows),
         role,
         config,
         (world_size, num_feeders, releases, fetches, records),
@@ -198,6 +214,7 @@ def _aligned(tensor: torch.Tensor, stride: int) -> bool:
 def _make_spec(
     types: tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype | None],
     kinds: tuple[str, str, str],
+    groups: tuple[bool, bool],
     role: Role,
     config: GemmConfig,
     world: tuple[int, int, bool, bool, bool],
@@ -219,6 +236,7 @@ def _make_spec(
         has_bias=bias_type is not None, bias_type=ELEMENTS[bias_type or torch.float32],
         activation=activation,
         is_gated=activation == "swiglu",
+        is_grouped=groups[0], picks_rows=groups[1],
         block_m=config.block_m, block_n=config.block_n, block_k=config.block_k, group_m=config.group_m,
         num_feeders=num_feeders,
         world_size=world_size,

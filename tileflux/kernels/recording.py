@@ -102,7 +102,8 @@ def reserve(
         num_shards = world_size if role.is_sharded else 1
         row_bytes = operands.depth * operands.x.element_size()
         chunk_bytes = tuple(len(plan.chunk(rank, chunk)) * row_bytes for chunk in range(num_chunks))
-    num_tiles = -(-num_rows // config.block_m) * max(1, -(-operands.num_columns // config.block_n))
+    num_m = -(-num_rows // config.block_m) if operands.groups is None else operands.groups.max_tiles
+    num_tiles = num_m * max(1, -(-operands.num_columns // config.block_n))
     num_words = TRACE.num_words(world_size, role.num_turns * num_shards * num_chunks * num_tiles)
     words = torch.zeros(num_words, dtype=torch.int64, device=device)
     recorder.add(_DeviceRecording(role.name, rank, world_size, chunk_bytes, words))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 from tileflux.kernels.operands import Role
 from tileflux.lang.policy import (
@@ -14,16 +15,56 @@ from tileflux.lang.policy import (
     wait_for_rows,
     wait_for_slot,
     wait_for_slots,
+    wait_for_stages,
 )
 from tileflux.lang.schedule import arrival_order, departure_order, twice_order
 
-__all__ = ["ARRIVING", "GATHER", "GATHERED", "PLAIN", "SCATTER", "SPREAD", "STAGE"]
+__all__ = [
+    "ARRIVING",
+    "ARRIVING_GROUPED",
+    "GATHER",
+    "GATHERED",
+    "GATHERED_GROUPED",
+    "GATHERING",
+    "GATHERING_GROUPED",
+    "GATHER_GROUPED",
+    "PLAIN",
+    "SCATTER",
+    "SPREAD",
+    "STAGE",
+    "Gathering",
+]
 
 _STORES = functools.partial(Role, finish=store_tile, stores=True)
 PLAIN = _STORES("gemm", arrival_order, wait_for_nothing, is_sharded=False)
 GATHER = _STORES("ag_gemm", arrival_order, wait_for_rows, gathers=True, feeds=True, awaits_rows=True)
 ARRIVING = _STORES("ag_gemm, rows sent by copies", arrival_order, wait_for_rows, gathers=True, awaits_rows=True)
 GATHERED = _STORES("ag_gemm, rows already here", arrival_order, wait_for_nothing, gathers=True)
+GATHER_GROUPED = _STORES(
+    "moe_ag_gemm", arrival_order, wait_for_stages, gathers=True, feeds=True, awaits_rows=True, is_sharded=False
+)
+ARRIVING_GROUPED = _STORES(
+    "moe_ag_gemm, rows sent by copies", arrival_order, wait_for_stages, gathers=True, awaits_rows=True, is_sharded=False
+)
+GATHERED_GROUPED = _STORES(
+    "moe_ag_gemm, rows already here", arrival_order, wait_for_nothing, gathers=True, is_sharded=False
+)
+
+
+class Gathering(NamedTuple):
+    """How an op multiplies what it gathers."""
+
+    feeding: Role
+    """Programs of the launch send this rank's rows."""
+    arriving: Role
+    """Copies do."""
+    gathered: Role
+    """They are there."""
+
+
+GATHERING = Gathering(GATHER, ARRIVING, GATHERED)
+GATHERING_GROUPED = Gathering(GATHER_GROUPED, ARRIVING_GROUPED, GATHERED_GROUPED)
+
 SCATTER = Role("gemm_rs", departure_order, wait_for_slot, scatter_tile)
 STAGE = Role("gemm_rs, sent by copies", departure_order, wait_for_nothing, stage_tile, num_spare_sms=1)
 SPREAD = Role("gemm_ar", twice_order, wait_for_slots, spread_tile, is_sharded=False, num_turns=2)

@@ -11,6 +11,7 @@ from tileflux.lang.hopper import PIECE, store_by_threads, store_by_tma, sum_by_t
 from tileflux.lang.remote import typed
 from tileflux.lang.signal import count, signal, tma_fence, wait
 from tileflux.lang.turn import (
+    CHUNK_ROWS,
     GUARD,
     HALF_BYTES,
     OP,
@@ -22,6 +23,7 @@ from tileflux.lang.turn import (
     current_epoch,
     data,
     flag_word,
+    shard,
     word,
 )
 
@@ -37,6 +39,7 @@ __all__ = [
     "wait_for_rows",
     "wait_for_slot",
     "wait_for_slots",
+    "wait_for_stages",
 ]
 
 
@@ -52,6 +55,17 @@ def wait_for_rows(table, owner, chunk, SPEC: tl.constexpr):
     if owner != rank:
         flag = flag_word(table, rank, owner, chunk, SPEC.world_size)
         _wait(flag, current_epoch(table, SPEC.world_size) + 1, owner, table, SPEC)
+
+
+@triton.jit
+def wait_for_stages(table, stage, chunk, SPEC: tl.constexpr):
+    """All rows of every rank that arrives up to ``stage`` have come: of grouped rows, whose tiles have rows of many."""
+    rank = word(table, RANK)
+    for hop in range(1, stage + 1):
+        source = (rank + hop) % SPEC.world_size
+        _, num_rows = shard(table, source, SPEC.world_size)
+        for index in range(tl.cdiv(num_rows, word(table, CHUNK_ROWS))):
+            wait_for_rows(table, source, index, SPEC)
 
 
 @triton.jit

@@ -3,16 +3,29 @@
 import triton
 import triton.language as tl
 
+from tileflux.config import GROUPS
 from tileflux.lang.turn import CHUNK_ROWS, NUM_CHUNKS, RANK, confirm_call, feed, leave, release, shard, word
 
-__all__ = ["cut", "feed_rows", "leave_launch", "locate", "num_steps_of"]
+__all__ = ["cut", "feed_rows", "leave_launch", "locate", "num_steps_of", "picked_rows"]
 
 _COPY_BLOCK = tl.constexpr(2048)
+_NUM_TILES = tl.constexpr(GROUPS.num_tiles)
+_ROWS = tl.constexpr(GROUPS.rows)
+_TILES = tl.constexpr(GROUPS.tiles)
+_TILE_WORDS = tl.constexpr(GROUPS.tile_words)
+_EXPERT = tl.constexpr(GROUPS.expert)
+_FIRST = tl.constexpr(GROUPS.first)
+_END = tl.constexpr(GROUPS.end)
+_STAGE = tl.constexpr(GROUPS.stage)
 
 
 @triton.jit
-def cut(M, N, table, SPEC: tl.constexpr):
-    """(rank, chunks a shard is cut into, rows of a chunk, tiles of a chunk down and across)."""
+def cut(rows, N, table, SPEC: tl.constexpr):
+    """(rank, chunks a shard is cut into, rows of a chunk, tiles of a chunk down and across).
+
+    ``rows`` is how many there are; where they are grouped by expert, the address of their list of tiles.
+    """
+    M = rows.to(tl.int32)
     rank = M * 0
     num_chunks = rank + 1
     chunk_rows = M
@@ -25,7 +38,10 @@ def cut(M, N, table, SPEC: tl.constexpr):
     if SPEC.awaits_rows:
         # A rank without columns still waits for everybody's rows: its buffer is not free before they have come.
         num_n = tl.maximum(num_n, 1)
-    return rank, num_chunks, chunk_rows, tl.cdiv(chunk_rows, SPEC.block_m), num_n
+    num_m = tl.cdiv(chunk_rows, SPEC.block_m)
+    if SPEC.is_grouped:
+        num_m = tl.load(_words(rows) + _NUM_TILES)
+    return rank, num_chunks, chunk_rows, num_m, num_n
 
 
 @triton.jit
@@ -36,20 +52,41 @@ def num_steps_of(parts, SPEC: tl.constexpr):
 
 
 @triton.jit
-def locate(step, parts, M, table, ORDER: tl.constexpr, SPEC: tl.constexpr):
-    """(owner, chunk, m, n, turn, first row of the shard, row in it, end of the rows) of a step's tile.
+def locate(step, parts, rows, table, ORDER: tl.constexpr, SPEC: tl.constexpr):
+    """(owner, chunk, m, n, turn, first row of the shard, row in it, end of the rows, expert) of a step's tile.
 
-    There is no tile where row is not before the end.
+    There is no tile where row is not before the end. Of grouped rows the owner is the stage at which the last of the
+    tile's rows arrive.
     """
     rank, num_chunks, chunk_rows, num_m, num_n = parts
     owner, chunk, m, n, turn = ORDER(step, rank, SPEC.num_shards, num_chunks, num_m, num_n, SPEC.group_m)
-    first_row = M * 0
-    num_rows = M
+    first_row = chunk_rows * 0
+    num_rows = rows.to(tl.int32)
     if SPEC.num_shards > 1:
         first_row, num_rows = shard(table, owner, SPEC.world_size)
     row = chunk * chunk_rows + m * SPEC.block_m
     # No tile goes past its chunk: the rows behind it are another flag's.
-    return owner, chunk, m, n, turn, first_row, row, min(num_rows, (chunk + 1) * chunk_rows)
+    end = min(num_rows, (chunk + 1) * chunk_rows)
+    expert = owner * 0
+    if SPEC.is_grouped:
+        tile = _words(rows) + _TILES + m * _TILE_WORDS
+        expert = tl.load(tile + _EXPERT)
+        row = tl.load(tile + _FIRST)
+        end = tl.load(tile + _END)
+        owner = tl.load(tile + _STAGE)
+    return owner, chunk, m, n, turn, first_row, row, end, expert
+
+
+@triton.jit
+def picked_rows(groups, rows, mask):
+    """Which row of x each of the sorted ``rows`` is."""
+    words = _words(groups)
+    return tl.load(words + tl.load(words + _ROWS) + rows, mask=mask, other=0)
+
+
+@triton.jit
+def _words(groups):
+    return groups.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit

@@ -18,8 +18,14 @@ from tileflux.ops.gemm_ar import gemm_ar as gemm_ar
 from tileflux.ops.gemm_ar import gemm_ar_reference as gemm_ar_reference
 from tileflux.ops.gemm_rs import gemm_rs as gemm_rs
 from tileflux.ops.gemm_rs import gemm_rs_reference as gemm_rs_reference
+from tileflux.ops.grouped_gemm import grouped_gemm as grouped_gemm
+from tileflux.ops.grouped_gemm import grouped_gemm_reference as grouped_gemm_reference
+from tileflux.ops.moe_ag_gemm import moe_ag_gemm as moe_ag_gemm
+from tileflux.ops.moe_ag_gemm import moe_ag_gemm_reference as moe_ag_gemm_reference
 from tileflux.ops.reduce_scatter import reduce_scatter as reduce_scatter
 from tileflux.ops.reduce_scatter import reduce_scatter_reference as reduce_scatter_reference
+from tileflux.ops.routing import Routing as Routing
+from tileflux.ops.routing import route as route
 
 __all__ = [
     "gemm_rs",
@@ -28,6 +34,12 @@ __all__ = [
     "gemm_ar_reference",
     "gemm",
     "gemm_reference",
+    "grouped_gemm",
+    "grouped_gemm_reference",
+    "moe_ag_gemm",
+    "moe_ag_gemm_reference",
+    "Routing",
+    "route",
     "ag_gemm",
     "ag_gemm_reference",
     "all_gather",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
 from tileflux.config import GemmConfig, GemmProblem
+from tileflux.kernels.groups import Groups
 from tileflux.kernels.operands import ELEMENTS, Operands
 from tileflux.ops._call import check_tensor
 from tileflux.symm.group import Group
@@ -22,6 +23,7 @@ __all__ = [
     "FLOATS",
     "Decided",
     "Inputs",
+    "as_lists",
     "as_scale",
     "call_key",
     "check_dense",
@@ -41,6 +43,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
 _FP8_CAPABILITY = (8, 9)
 _INT8_DEPTH = 2**31 // 128**2 - 1
+_ALONE = ("gemm", "grouped_gemm")  # ops of one rank
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _log = logging.getLogger("tileflux")
 
@@ -118,7 +121,7 @@ def check_dense(
     activation: str | None,
     group: Group | None = None,
 ) -> None:
-    """Refuse what no kernel takes, with what would be right. Without a group, for ``gemm``."""
+    """Refuse what no kernel takes, with what would be right. Without a group, for ops of one rank."""
     _check_place(op, x, weight, bias, group)
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dim() != 2:
@@ -150,7 +153,7 @@ def check_dense(
 def _check_place(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Any) -> None:
     tensors = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     for name, tensor in tensors.items():
-        if op != "gemm":
+        if op not in _ALONE:
             check_tensor(op, name, tensor, group)
         elif not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{op}: {name} should be a tensor, not {type(tensor).__name__}")
@@ -185,6 +188,23 @@ def _check_scale(op: str, name: str, scale: torch.Tensor | float | None, scaled:
             f"{op}: {name} should be float32 on {scaled.device}, a scalar or of shape ({scaled.shape[0]},), "
             f"not {tuple(scale.shape)} {scale.dtype} on {scale.device}"
         )
+
+
+def as_lists(op: str, weights: Sequence[torch.Tensor], single: bool, **given: Any) -> dict[str, list[Any]]:
+    """What goes with each of several weights, by name; an empty list for what is not given."""
+    if not weights:
+        raise ValueError(f"{op}: weight is an empty sequence; give at least one")
+    found: dict[str, list[Any]] = {}
+    for name, values in given.items():
+        if values is None:
+            found[name] = []
+            continue
+        if not single and not isinstance(values, (list, tuple)):
+            raise ValueError(f"{op}: weight is a sequence, so {name} should be a list too, not {type(values).__name__}")
+        found[name] = [values] if single else list(values)
+        if len(found[name]) != len(weights) or any(value is None for value in found[name]):
+            raise ValueError(f"{op}: {name} should be None or one for each of the {len(weights)} weights")
+    return found
 
 
 def check_strategy(op: str, strategy: str, config: GemmConfig | None) -> None:
@@ -261,7 +281,9 @@ def config_from(text: str) -> GemmConfig | None:
     return GemmConfig(**{**given, **switches, "num_sms": given["num_sms"] or None})
 
 
-def make_operands(inputs: Inputs, out: torch.Tensor, activation: str = "", adds_bias: bool = True) -> Operands:
+def make_operands(
+    inputs: Inputs, out: torch.Tensor, activation: str = "", adds_bias: bool = True, groups: Groups | None = None
+) -> Operands:
     """Operands as kernels want them: contiguous rows and vectors, nothing that requires a gradient."""
     x, weight, bias, scale_x, scale_weight = inputs
     x = _row_major(x)
@@ -274,6 +296,7 @@ def make_operands(inputs: Inputs, out: torch.Tensor, activation: str = "", adds_
         scale_weight=None if scale_weight is None else scale_weight.contiguous(),
         activation=activation or None,
         adds_bias=adds_bias,
+        groups=groups,
     )  # fmt: skip
 
 

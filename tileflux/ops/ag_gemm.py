@@ -61,11 +61,8 @@ def ag_gemm(
     """
     single = isinstance(weight, torch.Tensor)
     weights = [weight] if isinstance(weight, torch.Tensor) else list(weight)
-    if not weights:
-        raise ValueError("ag_gemm: weight is an empty sequence; give at least one")
-    biases = [] if bias is None else _as_list("bias", bias, len(weights), single)
-    scales = [] if scale_weight is None else _as_list("scale_weight", scale_weight, len(weights), single)
-    outs = [] if out is None else _as_list("out", out, len(weights), single)
+    lists = _dense.as_lists("ag_gemm", weights, single, bias=bias, scale_weight=scale_weight, out=out)
+    biases, scales, outs = lists["bias"], lists["scale_weight"], lists["out"]
     sizes = None if sizes is None else tuple(sizes)
     tensors, counts = (x, scale_x, *weights, *biases, *scales), (len(weights), len(biases))
     key = _dense.call_key(tensors, group, counts, sizes, activation, out_dtype, strategy, config)
@@ -133,15 +130,6 @@ def _check(
         raise ValueError(f"ag_gemm: x has {x.shape[0]} rows but sizes[{group.rank}] is {rows[group.rank]}")
     _dense.refuse_gradient("ag_gemm", x, activation, *weights, *biases, scale_x, *scales)
     return rows
-
-
-def _as_list(name: str, given: Any, num_weights: int, single: bool) -> list[Any]:
-    if not single and not isinstance(given, (list, tuple)):
-        raise ValueError(f"ag_gemm: weight is a sequence, so {name} should be a list too, not {type(given).__name__}")
-    values = [given] if single else list(given)
-    if len(values) != num_weights or any(value is None for value in values):
-        raise ValueError(f"ag_gemm: {name} should be None or one for each of the {num_weights} weights")
-    return values
 
 
 @eager_only

@@ -75,9 +75,9 @@ def _case(
     setattr(SPECS, name, _spec(role, dtype, config, use_tma, activation, fetches, records))
     waits = role is not PLAIN
     signature = {
-        name: "i64" for name in ("a", "b", "out", "bias", "scale_a", "scale_b", "stride_a", "stride_b", "trace")
+        name: "i64" for name in ("a", "b", "out", "bias", "scale_a", "scale_b", "stride_a", "stride_b", "trace", "rows")
     }
-    signature |= {name: "i32" for name in "MNK"} | {"table_ptr": "*i64"}
+    signature |= {name: "i32" for name in "NK"} | {"table_ptr": "*i64"}
     constexprs: dict[str, object] = {
         "ORDER": Imported(f"{_ORDERS}:{role.order.fn.__name__}"),
         "WAIT": Imported(f"{_POLICIES}:{role.wait.fn.__name__}"),

@@ -73,8 +73,8 @@ def _case(
     kinds = f"{tile[0]}x{tile[1]}_{ELEMENTS[dtype]}_{ELEMENTS[out]}_{activation}_{options.replace(' ', '_')}"
     name = f"{role.name.replace(', ', '_').replace(' ', '_')}_{kinds}"
     setattr(SPECS, name, spec)
-    wide = ("a", "out", "bias", "scale_a", "scale_b", "flags", "partials", "trace")
-    signature = dict.fromkeys(wide, "i64") | dict.fromkeys(("M", "N", "K"), "i32")
+    wide = ("a", "out", "bias", "scale_a", "scale_b", "flags", "partials", "trace", "rows")
+    signature = dict.fromkeys(wide, "i64") | dict.fromkeys(("N", "K"), "i32")
     signature |= {"table_ptr": "*i64"}
     constexprs: dict[str, object] = {
         "ORDER": Imported(f"tileflux.lang.schedule:{role.order.fn.__name__}"),

@@ -29,6 +29,7 @@ STRATEGIES = ("auto", *store.STRATEGIES)
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 
 _ONE_SHOT_BYTES = 512 * 1024  # what one rank may take in at once before two steps, with fewer bytes, are quicker
+_GATHERS = ("ag_gemm", "moe_ag_gemm")
 _num_readings = 0
 _LINKS = ("network", "PCIe", "NVLink", "same GPU", "shared memory", "same process")  # from slow to quick
 
@@ -142,7 +143,7 @@ def _is_settled(problem: GemmProblem) -> bool:
 
 def _is_empty(problem: GemmProblem) -> bool:
     # What all ranks share: of ag_gemm not N, of the others not K, which may be 0 on some ranks and not on others.
-    return problem.m == 0 or (problem.k if problem.op == "ag_gemm" else problem.n) == 0
+    return problem.m == 0 or (problem.k if problem.op in _GATHERS else problem.n) == 0
 
 
 def _strategy(problem: GemmProblem) -> tuple[str, str]:
@@ -152,8 +153,8 @@ def _strategy(problem: GemmProblem) -> tuple[str, str]:
         return "sequential", "there is nothing to multiply"
     if problem.arch and problem.rows_per_rank < 128:
         return "sequential", f"{problem.rows_per_rank} rows per rank are less than one tile of 128: nothing to overlap"
-    how = "can start while other rows are" if problem.op == "ag_gemm" else "leave, finished, while others are"
-    what = "still on their way" if problem.op == "ag_gemm" else "still multiplied"
+    how = "can start while other rows are" if problem.op in _GATHERS else "leave, finished, while others are"
+    what = "still on their way" if problem.op in _GATHERS else "still multiplied"
     return "fused", f"{problem.rows_per_rank} rows per rank: tiles {how} {what}"
 
 

@@ -1,0 +1,132 @@
+"""Rows by expert: how the rows of a grouped product are sorted, and cut into tiles, on the device.
+
+Nothing here is known to the host but sizes: who goes where stays on the device, so that a CUDA graph may be replayed
+with other routings. Everything is made of torch's own functions with results of fixed sizes; nothing synchronises.
+
+A *slot* is one choice of one token: token ``t``'s choice ``j`` is slot ``t * top_k + j``. Sorted rows are slots, in the
+order of experts, and within an expert in that in which tokens arrive: this rank's own first, then those of the next
+rank. So the first tiles of every expert can start early.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from tileflux.config import GROUPS
+
+__all__ = ["Groups", "SortedRows", "cut_tiles", "max_tiles", "sort_rows", "sources_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class SortedRows:
+    """Slots sorted by expert and by arrival. All tensors are int32, and on the device."""
+
+    slots: torch.Tensor
+    """``[capacity]``: which slot each row is. Beyond the last row, anything."""
+    positions: torch.Tensor
+    """``[num_slots]``: the row of each slot, or -1 if this rank has no such row."""
+    starts: torch.Tensor
+    """``[num_experts * num_stages + 1]``: where the rows of an expert that arrive at a stage begin; then the end."""
+    num_experts: int
+    num_stages: int
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """``[num_experts + 1]``: where each expert's rows begin; then the end."""
+        return self.starts[:: self.num_stages]
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """The rows of a grouped product as a kernel takes them."""
+
+    index: torch.Tensor
+    """int32, see ``config.GroupsLayout``: tiles in the order in which they are computed; and, if rows of x are picked,
+    the numbers of those, one per sorted row."""
+    num_experts: int
+    block_m: int
+    max_tiles: int
+    """Room in the list; how many there are is on the device."""
+    picks_rows: bool
+
+    def of_stage(self, stage: int) -> Groups:
+        """Those tiles alone whose last rows arrive at ``stage``."""
+        header, rest = self.index[: GROUPS.tiles].clone(), self.index[GROUPS.tiles :]
+        tiles = rest[: GROUPS.tile_words * self.max_tiles].view(-1, GROUPS.tile_words)
+        is_wanted = tiles[:, GROUPS.stage] == stage
+        header[GROUPS.num_tiles] = is_wanted.sum()
+        # Others go behind them.
+        wanted = tiles[torch.sort((~is_wanted).to(torch.int32), stable=True).indices]
+        index = torch.cat((header, wanted.reshape(-1), rest[GROUPS.tile_words * self.max_tiles :]))
+        return dataclasses.replace(self, index=index)
+
+
+@functools.lru_cache(maxsize=256)
+def sources_of(num_tokens: tuple[int, ...], rank: int, device: torch.device) -> torch.Tensor:
+    """``[sum of num_tokens]``: the stage at which each token arrives at ``rank``. Own tokens arrive at stage 0.
+
+    Kept: it comes from the host, which a CUDA graph must not ask.
+    """
+    world_size = len(num_tokens)
+    stages = torch.tensor([(source - rank) % world_size for source in range(world_size)], dtype=torch.int32)
+    return torch.repeat_interleave(stages, torch.tensor(num_tokens)).to(device)
+
+
+def sort_rows(
+    expert_ids: torch.Tensor, stages: torch.Tensor, experts: range, num_stages: int, capacity: int
+) -> SortedRows:
+    """Sort the slots of ``expert_ids [num_tokens, top_k]`` that choose one of ``experts``; ``stages`` is per token.
+
+    Rows beyond ``capacity`` are left out, and their positions are -1. Slots of equal expert and stage stay in order.
+    """
+    num_tokens, top_k = expert_ids.shape
+    num_keys = len(experts) * num_stages
+    local = expert_ids.to(torch.int32) - experts.start
+    is_here = (local >= 0) & (local < len(experts))
+    keys = torch.where(is_here, local * num_stages + stages[:, None], num_keys).reshape(-1)
+    in_order, slots = torch.sort(keys, stable=True)
+    wanted = torch.arange(num_keys + 1, dtype=torch.int32, device=keys.device)
+    starts = torch.searchsorted(in_order, wanted, out_int32=True).clamp_(max=capacity)
+    rows = torch.arange(num_tokens * top_k, dtype=torch.int32, device=keys.device)
+    rows = torch.where(rows < starts[-1], rows, -1)
+    positions = torch.empty_like(rows).scatter_(0, slots, rows)
+    room = torch.zeros(capacity, dtype=torch.int32, device=keys.device)
+    room[: slots.numel()] = slots[:capacity]
+    return SortedRows(room, positions, starts, len(experts), num_stages)
+
+
+def max_tiles(capacity: int, num_experts: int, block_m: int) -> int:
+    """Tiles of ``block_m`` rows that ``capacity`` rows have at most, however they are shared out among experts."""
+    return -(-capacity // block_m) + min(num_experts, capacity)
+
+
+def cut_tiles(rows: SortedRows, capacity: int, block_m: int, picks: torch.Tensor | None = None) -> Groups:
+    """Cut each expert's rows into tiles, those that can start early first. ``picks``: the row of x of each sorted row.
+
+    Of one stage, tiles are in the order of experts, and those of an expert beside each other: they share its weight.
+    """
+    num_experts, num_stages = rows.num_experts, rows.num_stages
+    room = max_tiles(capacity, num_experts, block_m)
+    device, offsets = rows.starts.device, rows.offsets
+    counts = (offsets.diff() + (block_m - 1)).div_(block_m, rounding_mode="floor")
+    ends = counts.cumsum(0, dtype=torch.int32)
+    number = torch.arange(room, dtype=torch.int32, device=device)
+    expert = torch.searchsorted(ends, number, right=True, out_int32=True).clamp_(max=num_experts - 1)
+    first = offsets[expert] + (number - (ends - counts)[expert]) * block_m
+    end = offsets[expert + 1]
+    # The last row of a tile is the last to arrive; what arrives at one stage begins at one of ``starts``.
+    last = torch.minimum(first + block_m, end) - 1
+    stage = torch.searchsorted(rows.starts, last, right=True, out_int32=True) - 1 - expert * num_stages
+    stage = torch.where(number < ends[-1], stage, num_stages)
+    tiles = torch.stack((expert, first, end, stage), dim=1)[torch.sort(stage, stable=True).indices]
+    header = torch.zeros(GROUPS.tiles, dtype=torch.int32, device=device)
+    header[GROUPS.num_tiles] = ends[-1]
+    parts = [header, tiles.reshape(-1)]
+    if picks is not None:
+        header[GROUPS.rows] = GROUPS.tiles + GROUPS.tile_words * room
+        parts.append(picks.to(torch.int32))
+    return Groups(torch.cat(parts), num_experts, block_m, room, picks is not None)

@@ -1,0 +1,172 @@
+"""What the ops of mixtures of experts share: checking weights of many experts, and turning them into operands."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tileflux.config import GROUPS, GemmConfig, GemmProblem
+from tileflux.kernels.groups import Groups
+from tileflux.kernels.operands import Operands
+from tileflux.ops import _dense
+from tileflux.symm.group import Group
+from tileflux.tune.lookup import lookup
+
+if TYPE_CHECKING:
+    from tileflux.ops.routing import Routing
+
+__all__ = [
+    "MAX_EXPERTS",
+    "Experts",
+    "by_expert",
+    "check_config",
+    "check_experts",
+    "grouped_operands",
+    "num_columns",
+    "picks",
+    "routing_arguments",
+    "rows_for_tiles",
+    "sum_choices",
+    "tiles_for",
+]
+
+MAX_EXPERTS = 1024
+
+
+class Experts(NamedTuple):
+    """The tensors of a grouped product, in the order in which every such op takes them."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    scale_x: torch.Tensor | None
+    scale_weight: torch.Tensor | None
+
+
+def check_experts(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale_x: torch.Tensor | float | None,
+    scale_weight: torch.Tensor | float | None,
+    activation: str | None,
+    group: Group | None = None,
+) -> None:
+    """Refuse what no kernel takes, with what would be right: as ``check_dense``, for one expert after the other."""
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 3:
+        shape = tuple(weight.shape) if isinstance(weight, torch.Tensor) else type(weight).__name__
+        raise ValueError(f"{op}: weight should be a tensor [E, N, K], one matrix per expert, not {shape}")
+    num_experts, num_rows, _ = weight.shape
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"{op}: weight has {num_experts} experts; there should be from 1 to {MAX_EXPERTS}")
+    if bias is not None and tuple(bias.shape) != (num_experts, num_rows):
+        raise ValueError(f"{op}: bias should have shape ({num_experts}, {num_rows}), not {tuple(bias.shape)}")
+    if isinstance(scale_weight, torch.Tensor) and scale_weight.dim():
+        if tuple(scale_weight.shape) not in ((num_experts,), (num_experts, num_rows)):
+            raise ValueError(
+                f"{op}: scale_weight should be a number, or float32 of shape (), ({num_experts},) or "
+                f"({num_experts}, {num_rows}), not {tuple(scale_weight.shape)}"
+            )
+        scale_weight = scale_weight.new_empty(num_rows)  # what is right for one expert
+    first = None if bias is None else bias[0]
+    _dense.check_dense(op, x, weight[0], first, scale_x, scale_weight, activation, group)
+
+
+def num_columns(weight: torch.Tensor, activation: str) -> int:
+    """Columns of the result."""
+    return weight.shape[1] // 2 if activation == "swiglu" else weight.shape[1]
+
+
+def check_config(op: str, config: GemmConfig | None, groups: Groups) -> None:
+    """Refuse tiles of another height than the routing has been cut into."""
+    if config is not None and config.block_m != groups.block_m:
+        raise ValueError(
+            f"{op}: config has block_m={config.block_m}, but rows were routed with {groups.block_m}; "
+            f"route with block_m={config.block_m}"
+        )
+
+
+def tiles_for(usual: GemmConfig, given: str, block_m: int, problem: GemmProblem, activation: str) -> GemmConfig:
+    """The configuration asked for; else what the product alone would take with tiles of ``block_m`` rows."""
+    if given or not problem.arch:
+        return dataclasses.replace(usual, block_m=block_m)
+    rows = problem.m if block_m >= 128 else block_m
+    plain = lookup(dataclasses.replace(problem, op="gemm", m=rows, world_size=1, link="")).config
+    return dataclasses.replace(
+        plain, block_m=block_m, hopper=False, streams=False,
+        num_feeders=usual.num_feeders, num_chunks=usual.num_chunks,
+    )  # fmt: skip
+
+
+def routing_arguments(routing: Routing) -> tuple[Any, ...]:
+    """A routing as torch's dispatcher takes it."""
+    groups, rows = routing.groups, routing.rows
+    return (
+        groups.index, rows.positions, rows.offsets.contiguous(), routing.group.name, list(routing.sizes),
+        routing.capacity, groups.block_m, groups.max_tiles,
+    )  # fmt: skip
+
+
+def picks(index: torch.Tensor, max_tiles: int, capacity: int) -> torch.Tensor:
+    """``[capacity]``: the token of each sorted row."""
+    first = GROUPS.tiles + GROUPS.tile_words * max_tiles
+    return index[first : first + capacity].long()
+
+
+def sum_choices(rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """``[num_tokens, ...]``, fp32: the rows at each token's ``positions [num_tokens, top_k]``, weighted, added up.
+
+    In the order of choices; those that are not here are left out.
+    """
+    total = torch.zeros((len(positions), *rows.shape[1:]), dtype=torch.float32, device=rows.device)
+    if not len(rows):
+        return total
+    for choice in range(positions.shape[1]):
+        place = positions[:, choice]
+        value = rows[place.clamp(min=0).long()].float()
+        if weights is not None:
+            value = value * weights[:, choice, None]
+        total += torch.where((place >= 0)[:, None], value, 0)
+    return total
+
+
+def by_expert(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """``left[rows of e].T @ right[rows of e]`` for every expert, ``[E, ...]``."""
+    if not left.is_cuda:
+        bounds = offsets.tolist()
+        pairs = zip(bounds[:-1], bounds[1:], strict=True)
+        return torch.stack([left[first:end].float().t() @ right[first:end].float() for first, end in pairs])
+    rows = torch.arange(len(left), device=left.device)
+    products = []
+    for expert in range(len(offsets) - 1):
+        # Nobody but the device knows which rows are whose: every expert's product goes over all of them.
+        is_own = ((rows >= offsets[expert]) & (rows < offsets[expert + 1]))[:, None]
+        products.append(torch.where(is_own, left, 0).t() @ right)
+    return torch.stack(products)
+
+
+def rows_for_tiles(num_rows: int, num_experts: int) -> int:
+    """Rows that tiles are chosen for: all; but no larger tiles than an expert fills, if all have the same."""
+    each = -(-num_rows // num_experts)
+    return num_rows if each >= 128 else each
+
+
+def grouped_operands(experts: Experts, out: torch.Tensor, groups: Groups, activation: str) -> Operands:
+    """Operands as kernels want them: the experts' weights as one matrix."""
+    x, weight, bias, scale_x, scale_weight = experts
+    if scale_weight is not None and scale_weight.dim():
+        whole = scale_weight[:, None].expand(weight.shape[:2]) if scale_weight.dim() == 1 else scale_weight
+        scale_weight = whole.reshape(-1)
+    flat = None if bias is None else bias.reshape(-1)
+    inputs = _dense.Inputs(x, _one_matrix(weight), flat, scale_x, scale_weight)
+    return _dense.make_operands(inputs, out, activation, groups=groups)
+
+
+def _one_matrix(weight: torch.Tensor) -> torch.Tensor:
+    """``[E N, K]``; where N is contiguous ``[N, E K]``. Without a copy if experts lie behind each other."""
+    if weight.stride(2) == 1 or weight.shape[2] == 1:
+        return weight.reshape(-1, weight.shape[2])
+    return weight.transpose(1, 2).reshape(-1, weight.shape[1]).t()

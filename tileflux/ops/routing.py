@@ -1,0 +1,173 @@
+"""Routing: which rank multiplies which token with which expert, worked out on the device.
+
+    expert_ids  [T_r, k] on rank r      the experts that each of its tokens chose; -1 is a choice that was dropped
+    weights     [T_r, k] on rank r      what the result of each choice is multiplied with
+
+W ranks are TP x EP: ``ep_size`` sets of experts, in the order of ranks, and W / ``ep_size`` ranks that share a set,
+each with its part of every expert. With ``ep_size=1`` all ranks have a part of all experts, with ``ep_size=W`` each
+has whole experts of its own.
+
+Choices of all ranks are gathered, a few bytes per token, and each rank sorts those of its experts: by expert, and
+within an expert by the rank the token is on, in the order in which its row will arrive. Nothing of it is known to the
+host, so that a CUDA graph can be replayed with other choices. Who writes and who waits: as ``all_gather``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tileflux.errors import CapacityExceeded
+from tileflux.kernels.groups import Groups, SortedRows, cut_tiles, sort_rows, sources_of
+from tileflux.ops._call import check_sizes, check_tensor
+from tileflux.ops._moe import MAX_EXPERTS
+from tileflux.ops.all_gather import all_gather
+from tileflux.symm.group import Group
+
+__all__ = ["Routing", "route"]
+
+_CPU_BLOCK_M = 512
+_MAX_BLOCK_M, _MIN_BLOCK_M = 128, 16
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Made by ``route``; the same for both products of a layer. Tensors are on the group's device."""
+
+    group: Group
+    num_experts: int
+    top_k: int
+    ep_size: int
+    sizes: tuple[int, ...]
+    """Tokens of each rank."""
+    capacity: int
+    """Sorted rows that there is room for on this rank."""
+    weights: torch.Tensor
+    """``[T, top_k]``, fp32, of all ranks' tokens."""
+    rows: SortedRows
+    groups: Groups
+    """Tiles of the sorted rows; they pick tokens."""
+    num_missing: torch.Tensor
+    """How many rows did not fit: one number, where the host can read it; on a GPU it may come late."""
+
+    @property
+    def experts(self) -> range:
+        """This rank's."""
+        return _experts(self.group, self.num_experts, self.ep_size)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all ranks."""
+        return sum(self.sizes)
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """``[experts of this rank]``: rows of each, on the device."""
+        return self.rows.offsets.diff()
+
+    def ensure_fits(self) -> None:
+        """Raise ``CapacityExceeded`` if it is known by now that rows were left out. Every op asks before it runs."""
+        missing = int(self.num_missing)
+        if missing > 0:
+            raise CapacityExceeded(
+                f"{missing} of {self.capacity + missing} rows did not fit on rank {self.group.rank}: "
+                f"capacity={self.capacity} should be at least {self.capacity + missing}, or left away"
+            )
+
+    def synchronize(self) -> None:
+        """Wait until it is known whether all rows fit, and raise ``CapacityExceeded`` if not."""
+        if self.group.device.type == "cuda":
+            torch.cuda.current_stream(self.group.device).synchronize()
+        self.ensure_fits()
+
+
+def route(
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    num_experts: int,
+    group: Group,
+    ep_size: int = 1,
+    sizes: Sequence[int] | None = None,
+    capacity: int | None = None,
+    block_m: int | None = None,
+) -> Routing:
+    """Who goes where, of this rank's ``expert_ids`` and ``weights [T_r, k]`` and all other ranks'. Collective.
+
+    ``sizes``: tokens per rank where they differ; every rank passes the same list. ``capacity``: sorted rows that
+    buffers have room for; by default that of the worst case: every choice of every token is for this rank's experts.
+    ``block_m``: rows of a tile; by default what an expert fills if all get the same.
+    """
+    rows = _check(expert_ids, weights, num_experts, group, ep_size, sizes)
+    top_k, num_tokens = expert_ids.shape[1], sum(rows)
+    capacity = num_tokens * top_k if capacity is None else capacity
+    if capacity < 0:
+        raise ValueError(f"route: capacity={capacity} should not be negative")
+    packed = torch.cat((expert_ids.to(torch.int32), weights.detach().float().view(torch.int32)), dim=1)
+    ids, bits = all_gather(packed, group=group, sizes=rows).split(top_k, dim=1)
+    experts = _experts(group, num_experts, ep_size)
+    stages = sources_of(rows, group.rank, group.device)
+    sorted_rows = sort_rows(ids, stages, experts, group.world_size, capacity)
+    if block_m is None:
+        block_m = _block_m(group, num_tokens * top_k, num_experts)
+    groups = cut_tiles(sorted_rows, capacity, block_m, picks=sorted_rows.slots // max(1, top_k))
+    wanted = ((ids >= experts.start) & (ids < experts.stop)).sum()
+    return Routing(
+        group, num_experts, top_k, ep_size, rows, capacity, bits.contiguous().view(torch.float32), sorted_rows, groups,
+        _for_the_host(wanted - sorted_rows.starts[-1]),
+    )  # fmt: skip
+
+
+def _check(
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    group: Group,
+    ep_size: int,
+    sizes: Sequence[int] | None,
+) -> tuple[int, ...]:
+    """Tokens by rank of a call that is in order."""
+    check_tensor("route", "expert_ids", expert_ids, group)
+    check_tensor("route", "weights", weights, group)
+    if expert_ids.dim() != 2 or expert_ids.shape != weights.shape:
+        raise ValueError(
+            f"route: expert_ids {tuple(expert_ids.shape)} and weights {tuple(weights.shape)} should both be [tokens, k]"
+        )
+    if expert_ids.dtype not in (torch.int32, torch.int64) or not weights.is_floating_point():
+        raise ValueError(
+            f"route: expert_ids should be int32 or int64 and weights floating, not {expert_ids.dtype}, {weights.dtype}"
+        )
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"route: num_experts={num_experts} should be from 1 to {MAX_EXPERTS}")
+    if ep_size < 1 or group.world_size % ep_size or num_experts % ep_size:
+        raise ValueError(
+            f"route: ep_size={ep_size} should divide the {group.world_size} ranks and the {num_experts} experts"
+        )
+    rows = (len(expert_ids),) * group.world_size if sizes is None else check_sizes("route", "sizes", sizes, group)
+    if rows[group.rank] != len(expert_ids):
+        raise ValueError(f"route: expert_ids has {len(expert_ids)} rows but sizes[{group.rank}] is {rows[group.rank]}")
+    return rows
+
+
+def _experts(group: Group, num_experts: int, ep_size: int) -> range:
+    count = num_experts // ep_size
+    place = group.rank // (group.world_size // ep_size)
+    return range(place * count, (place + 1) * count)
+
+
+def _block_m(group: Group, num_rows: int, num_experts: int) -> int:
+    if group.device.type == "cpu":
+        return _CPU_BLOCK_M
+    each = max(1, -(-num_rows // num_experts))
+    return min(_MAX_BLOCK_M, max(_MIN_BLOCK_M, 1 << (each - 1).bit_length()))
+
+
+def _for_the_host(number: torch.Tensor) -> torch.Tensor:
+    """Where the host can read it without waiting; until it is there it reads 0."""
+    if not number.is_cuda:
+        return number
+    pinned = torch.zeros((), dtype=number.dtype, pin_memory=True)
+    pinned.copy_(number, non_blocking=True)
+    return pinned
