@@ -227,14 +227,18 @@ TABLE = TableLayout()
 class GroupsLayout:
     """Rows by expert as a kernel reads them (see ``kernels/groups.py``), 32-bit words.
 
-    A header (``num_tiles``, and ``rows``: where the numbers of picked rows begin, 0 if none are), then from word
-    ``tiles`` on ``tile_words`` for every tile: its ``expert``, its ``first`` row, the ``end`` of the expert's rows, and
-    its ``stage``: of the ranks whose tokens it needs, the last to arrive.
+    A header: ``num_tiles``, ``top_k``, and where these begin, 0 if they are not there: ``rows``, the numbers of picked
+    rows; ``positions``, the sorted row of each choice of each token or -1; ``weights``, what it is multiplied with, in
+    fp32. Then from word ``tiles`` on ``tile_words`` for every tile: its ``expert``, its ``first`` row, the ``end`` of
+    the expert's rows, and its ``stage``: of the ranks whose tokens it needs, the last to arrive.
     """
 
     num_tiles: int = 0
-    rows: int = 1
-    tiles: int = 4
+    top_k: int = 1
+    rows: int = 2
+    positions: int = 3
+    weights: int = 4
+    tiles: int = 8
     tile_words: int = 4
     expert: int = 0
     first: int = 1

@@ -7,33 +7,30 @@ fused       one kernel, in which tiles wait and leave by themselves
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_host, library, steps
+from tileflux.kernels.beside import beside, join
 from tileflux.kernels.copy import move
 from tileflux.kernels.gemm_launch import launch_gemm
 from tileflux.kernels.gemm_shared import sms_for
-from tileflux.kernels.groups import Groups
+from tileflux.kernels.groups import Groups, sum_choices
 from tileflux.kernels.launch import on_host
 from tileflux.kernels.loading import load_once
 from tileflux.kernels.operands import Operands, Role
 from tileflux.kernels.plan import gather_plan, reduce_plan
 from tileflux.kernels.reduce import reduce
-from tileflux.kernels.roles import GATHERING, GATHERING_GROUPED, PLAIN, SCATTER, SPREAD, STAGE, Gathering
-from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, spread_shards, turn
+from tileflux.kernels.roles import COMBINE, GATHERING, GATHERING_GROUPED, PLAIN, SCATTER, SPREAD, STAGE, Gathering
+from tileflux.kernels.turns import Turn, combine_shards, gather_shards, scatter_shards, spread_shards, turn
 from tileflux.symm.group import Group
 
-__all__ = ["gather_rows", "multiply", "pipelined_tiles", "run_gather", "run_scatter", "run_spread"]
-
-_sides: weakref.WeakKeyDictionary[Group, torch.cuda.Stream] = weakref.WeakKeyDictionary()
+__all__ = ["gather_rows", "multiply", "pipelined_tiles", "run_combine", "run_gather", "run_scatter", "run_spread"]
 
 
 def run_gather(
@@ -68,7 +65,7 @@ def run_gather(
             ends = gathered is None and index == len(parts) - 1
             _run(part, first if index == 0 else roles.gathered, tiles, group, here, releases=ends)
         if by_copies:
-            _join(group)
+            join(group)
         if gathered is not None:
             _copy_gathered(group, here, x, gathered)
             _release(group, here)
@@ -97,6 +94,21 @@ def run_scatter(
         _run(operands, SCATTER, tiles, group, here, releases=True)
     else:
         _push_finished(group, operands, config, here)
+
+
+def run_combine(group: Group, operands: Operands, rows: tuple[int, ...], strategy: str, config: GemmConfig) -> None:
+    """Multiply rows that are grouped by expert, add up every token's, and reduce-scatter tokens."""
+    groups, out = _groups(operands), operands.out
+    if strategy == "fused" and group.world_size > 1:
+        plan = combine_shards(COMBINE.name, rows, groups.capacity, operands.num_columns, out.element_size(), config)
+        _run(operands, COMBINE, config, group, turn(group, plan), releases=True)
+        return
+    products = _own_part(operands, groups.capacity)
+    multiply(group, products, config, load_only=True)
+    multiply(group, products, config)
+    sums = sum_choices(products.out, groups.positions, groups.weights).to(out.dtype)
+    sizes = tuple(count * operands.num_columns * out.element_size() for count in rows)
+    reduce(group, COMBINE.name, sums, out, reduce_plan(group.rank, sizes, scatter=True))
 
 
 def run_spread(group: Group, operands: Operands, config: GemmConfig) -> None:
@@ -200,7 +212,7 @@ def _multiply_arriving(
                 multiply(group, dataclasses.replace(part, x=arrived, scale_x=scales, out=part.out[whole]), config)
     if gathered is not None:
         _copy_gathered(group, here, x, gathered)
-    _join(group)
+    join(group)
     steps.launch_release(here, world_size)
 
 
@@ -227,7 +239,7 @@ def _multiply_by_stage(
             launch_gemm(part, GATHERING_GROUPED.gathered, config, group=group, turn=here)
     if gathered is not None:
         _copy_gathered(group, here, x, gathered)
-    _join(group)
+    join(group)
     steps.launch_release(here, world_size)
 
 
@@ -246,7 +258,7 @@ def _feed(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | Non
     if _sends_by_copies(group):
         # Not beside: a product that fills the GPU and waits for rows might keep it from ever starting.
         steps.launch_open(here, group.world_size)
-    with _beside(group, x, *(() if scale_x is None else (scale_x,))):
+    with beside(group, x, *(() if scale_x is None else (scale_x,))):
         if _sends_by_copies(group):
             _feed_by_copies(group, here, x, scale_x)
         else:
@@ -275,9 +287,9 @@ def _push_finished(group: Group, operands: Operands, config: GemmConfig, here: T
     for owner in ((rank + 1 + hop) % world_size for hop in range(world_size)):
         part = _shard_of(mine, here, owner, mine.out)
         multiply(group, part, config)
-        with _beside(group, mine.out):
+        with beside(group, mine.out):
             steps.launch_push(here, part.out, owner, _num_feeders(group, config), world_size)
-    _join(group)
+    join(group)
     steps.launch_sum(here, operands.out, _num_summers(group), world_size)
 
 
@@ -294,7 +306,7 @@ def _copy_finished(group: Group, operands: Operands, rows: tuple[int, ...], stra
         # In front of what waits for it: a kernel that has to be loaded is not loaded while another waits.
         launch_gemm(operands, STAGE, config, group=group, turn=here)
         num_columns = -(-out.shape[1] // config.block_n)
-        with _beside(group, after=opened):
+        with beside(group, after=opened):
             for owner in owners:
                 if rows[owner]:
                     num_tiles = -(-rows[owner] // config.block_m) * num_columns
@@ -304,13 +316,13 @@ def _copy_finished(group: Group, operands: Operands, rows: tuple[int, ...], stra
         mine = dataclasses.replace(operands, out=here.staging(out.dtype, out.shape[1]))
         for owner in owners:
             multiply(group, _shard_of(mine, here, owner, mine.out), config)
-            with _beside(group):
+            with beside(group):
                 _send_shard(here, owner, out)
         own_slot = here.slot(rank, rank, out.dtype, out.shape[1], 0)
         multiply(group, dataclasses.replace(_shard_of(mine, here, rank, mine.out), out=own_slot[: rows[rank]]), config)
     # Before what has been sent is waited for: peers' sums come at the same time, the other way.
     steps.launch_sum(here, out, _num_summers(group), world_size)
-    _join(group)
+    join(group)
 
 
 def _shard_of(operands: Operands, here: Turn, owner: int, out: torch.Tensor) -> Operands:
@@ -347,34 +359,6 @@ def _num_summers(group: Group) -> int:
 
 def _num_feeders(group: Group, config: GemmConfig) -> int:
     return max(1, min(config.num_feeders, sms_for(group) // 2))
-
-
-@contextlib.contextmanager
-def _beside(group: Group, *used: torch.Tensor, after: torch.cuda.Event | None = None) -> Iterator[None]:
-    """Launch on the group's side stream, after an event, or what the caller's stream holds so far.
-
-    Nothing to do on the CPU.
-    """
-    if group.device.type != "cuda":
-        yield
-        return
-    side = _sides.get(group)
-    if side is None:
-        # Of high priority: its few programs must get in while the products fill the GPU.
-        side = _sides[group] = torch.cuda.Stream(group.device, priority=-1)
-    if after is None:
-        side.wait_stream(torch.cuda.current_stream(group.device))
-    else:
-        side.wait_event(after)
-    for tensor in used:
-        tensor.record_stream(side)
-    with torch.cuda.stream(side):
-        yield
-
-
-def _join(group: Group) -> None:
-    if group.device.type == "cuda":
-        torch.cuda.current_stream(group.device).wait_stream(_sides[group])
 
 
 def _load_steps(group: Group, here: Turn, part: Operands) -> None:

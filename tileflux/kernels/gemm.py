@@ -119,7 +119,7 @@ def _tile(
     given_rows, N, K = sizes
     stride_a, stride_b = strides
     a_desc, rows_desc, b_desc = descriptors
-    owner, chunk, m, n, turn, first_row, row, end, expert = locate(step, parts, given_rows, table, ORDER, SPEC)
+    owner, chunk, m, n, turn, first_row, row, end, expert = locate(step, parts, given_rows, N, table, ORDER, SPEC)
     if row < end:
         if SPEC.records:
             begin = clock_ns()
@@ -130,7 +130,8 @@ def _tile(
         if SPEC.records:
             start = clock_ns()
         column = n * SPEC.block_n
-        inside = row + tl.arange(0, SPEC.block_m) < end
+        # Where tokens are added up, there are no rows to multiply, nor scales of them.
+        inside = (row + tl.arange(0, SPEC.block_m) < end) & ((turn == 0) | (not SPEC.combines))
         if SPEC.picks_rows:
             buffer, scales, a_row = a, scale_a, row
             offsets, rows = _picked(a, scale_a, stride_a, K, given_rows, row, inside, table, rank, SPEC)
@@ -156,7 +157,13 @@ def _tile(
         value = _epilogue(total, gate, rows, inside, column, N, weight[0], scales, scale_b, bias, SPEC)
         number = (chunk * num_m + m) * num_n + n
         place = (owner, first_row, row, column, end, N, number, turn)
-        FINISH(value, out, place, table, SPEC)
+        if SPEC.combines:
+            number = m * tl.cdiv(N, SPEC.block_n) + n
+            place = (owner, first_row, row, column, end, N, number, turn)
+            wanted = num_m * min(num_n, tl.cdiv(N, SPEC.block_n) - chunk * num_n)
+            FINISH(value, (out, given_rows, chunk, wanted), place, table, SPEC)
+        else:
+            FINISH(value, out, place, table, SPEC)
         if SPEC.records:
             note_tile(trace, SPEC.world_size, step, program, owner, chunk, m, n, turn, begin, start, computed)
     return ready
@@ -225,7 +232,7 @@ def _multiply(left_rows, right_rows, N, depth, stride_b, a_desc, b_desc, SPEC: t
     total = tl.zeros((BLOCK_M, BLOCK_N), SPEC.accumulator)
     gate = total
     inner = tl.arange(0, SPEC.block_k)
-    if SPEC.k_aligned:
+    if SPEC.k_aligned and (SPEC.picks_rows or not SPEC.use_tma):
         # So that the compiler can tell: a mask of unknown alignment makes every load one element wide.
         depth = depth // (128 // SPEC.a_type.primitive_bitwidth) * (128 // SPEC.a_type.primitive_bitwidth)
     a_ptrs = _grid(typed(a, SPEC.a_type, SPEC.a_aligned), offsets, inner, SPEC.a_type, SPEC.a_aligned)

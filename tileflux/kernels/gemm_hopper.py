@@ -105,7 +105,7 @@ def _produce(
     ready = count - 1
     while (cursor < end) | (step < num_steps):
         this, first_k, end_k, cursor, step = next_piece(cursor, end, step, num_k, _num_multipliers(SPEC))
-        owner, chunk, m, n, turn, first_row, row, end_row, expert = locate(this, parts, rows, table, ORDER, SPEC)
+        owner, chunk, m, n, turn, first_row, row, end_row, expert = locate(this, parts, rows, N, table, ORDER, SPEC)
         if row < end_row:
             slab = owner * num_chunks + chunk
             if slab != ready:
@@ -164,7 +164,7 @@ def _consume(
     count = num_steps * 0
     while (cursor < end) | (step < num_steps):
         this, first_k, end_k, cursor, step = next_piece(cursor, end, step, num_k, _num_multipliers(SPEC))
-        owner, chunk, m, n, turn, first_row, row, end_row, expert = locate(this, parts, rows, table, ORDER, SPEC)
+        owner, chunk, m, n, turn, first_row, row, end_row, expert = locate(this, parts, rows, N, table, ORDER, SPEC)
         if row < end_row:
             if SPEC.records:
                 begin = clock_ns()

@@ -86,6 +86,8 @@ def why_not_hopper(operands: Operands, role: Role, config: GemmConfig) -> str | 
         return "it has no gated activations"
     if operands.groups is not None and operands.groups.picks_rows:
         return "TMA does not pick rows"
+    if role.combines:
+        return "it does not add up rows by token"
     if config.block_m not in (64, 128, 256) or config.block_n < _PIECE or accumulators > _MAX_ACCUMULATORS:
         return f"{tile}: it has 64, 128 or 256 rows, from {_PIECE} columns on, as far as registers go"
     if config.block_k * x.element_size() != _ROW_BYTES or config.num_warps != num_warps:

@@ -100,7 +100,8 @@ def _plan(
     tiles = num_tiles(config, role, num_rows, operands.num_columns, turn)
     groups = operands.groups
     if groups is not None:
-        tiles = groups.max_tiles * -(-operands.num_columns // config.block_n)
+        listed = groups.max_tiles * -(-operands.num_columns // config.block_n)
+        tiles = tiles + listed if role.combines else listed
     num_feeders, num_multipliers = num_programs(config, group, role, tiles, turn)
     return Launch(
         role, config, num_rows, tiles, num_feeders, num_feeders + num_multipliers,

@@ -18,7 +18,7 @@ import torch
 
 from tileflux.config import GROUPS
 
-__all__ = ["Groups", "SortedRows", "cut_tiles", "max_tiles", "sort_rows", "sources_of"]
+__all__ = ["Groups", "SortedRows", "cut_tiles", "max_tiles", "sort_rows", "sources_of", "sum_choices"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +45,42 @@ class Groups:
     """The rows of a grouped product as a kernel takes them."""
 
     index: torch.Tensor
-    """int32, see ``config.GroupsLayout``: tiles in the order in which they are computed; and, if rows of x are picked,
-    the numbers of those, one per sorted row."""
+    """int32, see ``config.GroupsLayout``: tiles in the order in which they are computed; and, if rows are those of
+    tokens, the token of each sorted row, and the row and the weight of each choice of a token."""
     num_experts: int
     block_m: int
-    max_tiles: int
-    """Room in the list; how many there are is on the device."""
-    picks_rows: bool
+    capacity: int
+    """Sorted rows that there is room for; how many there are is on the device."""
+    num_tokens: int = 0
+    top_k: int = 0
+    picks_rows: bool = False
+    """Rows of x are tokens, and picked; else they are sorted."""
+
+    @property
+    def max_tiles(self) -> int:
+        """Room in the list."""
+        return max_tiles(self.capacity, self.num_experts, self.block_m)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """``[capacity]``: the token of each sorted row."""
+        return self._part(GROUPS.tiles + GROUPS.tile_words * self.max_tiles, self.capacity)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """``[num_tokens, top_k]``: the sorted row of each choice, or -1 where there is none."""
+        first = len(self.index) - 2 * self.num_tokens * self.top_k
+        return self._part(first, self.num_tokens * self.top_k).view(self.num_tokens, self.top_k)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """``[num_tokens, top_k]``: what each choice is multiplied with."""
+        first = len(self.index) - self.num_tokens * self.top_k
+        words = self._part(first, self.num_tokens * self.top_k)
+        return words.view(torch.float32).view(self.num_tokens, self.top_k)
+
+    def _part(self, first: int, count: int) -> torch.Tensor:
+        return self.index[first : first + count]
 
     def of_stage(self, stage: int) -> Groups:
         """Those tiles alone whose last rows arrive at ``stage``."""
@@ -104,10 +133,11 @@ def max_tiles(capacity: int, num_experts: int, block_m: int) -> int:
     return -(-capacity // block_m) + min(num_experts, capacity)
 
 
-def cut_tiles(rows: SortedRows, capacity: int, block_m: int, picks: torch.Tensor | None = None) -> Groups:
-    """Cut each expert's rows into tiles, those that can start early first. ``picks``: the row of x of each sorted row.
+def cut_tiles(rows: SortedRows, capacity: int, block_m: int, weights: torch.Tensor | None = None) -> Groups:
+    """Cut each expert's rows into tiles, those that can start early first.
 
     Of one stage, tiles are in the order of experts, and those of an expert beside each other: they share its weight.
+    With ``weights [num_tokens, top_k]`` rows are those of tokens: they are picked, and can be added up by token again.
     """
     num_experts, num_stages = rows.num_experts, rows.num_stages
     room = max_tiles(capacity, num_experts, block_m)
@@ -123,10 +153,40 @@ def cut_tiles(rows: SortedRows, capacity: int, block_m: int, picks: torch.Tensor
     stage = torch.searchsorted(rows.starts, last, right=True, out_int32=True) - 1 - expert * num_stages
     stage = torch.where(number < ends[-1], stage, num_stages)
     tiles = torch.stack((expert, first, end, stage), dim=1)[torch.sort(stage, stable=True).indices]
-    header = torch.zeros(GROUPS.tiles, dtype=torch.int32, device=device)
+    parts = [tiles.reshape(-1)]
+    places = [0] * GROUPS.tiles
+    num_tokens, top_k = (0, 0) if weights is None else weights.shape
+    if weights is not None:
+        places[GROUPS.top_k] = top_k
+        parts += [rows.slots // max(1, top_k), rows.positions, weights.reshape(-1).view(torch.int32)]
+        place = GROUPS.tiles
+        for name, part in zip(("rows", "positions", "weights"), parts, strict=False):
+            place += part.numel()
+            places[getattr(GROUPS, name)] = place
+    header = _constant(tuple(places), device).clone()
     header[GROUPS.num_tiles] = ends[-1]
-    parts = [header, tiles.reshape(-1)]
-    if picks is not None:
-        header[GROUPS.rows] = GROUPS.tiles + GROUPS.tile_words * room
-        parts.append(picks.to(torch.int32))
-    return Groups(torch.cat(parts), num_experts, block_m, room, picks is not None)
+    index = torch.cat((header, *parts))
+    return Groups(index, num_experts, block_m, capacity, num_tokens, top_k, picks_rows=weights is not None)
+
+
+@functools.lru_cache(maxsize=256)
+def _constant(words: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Kept, as ``sources_of``."""
+    return torch.tensor(words, dtype=torch.int32).to(device)
+
+
+def sum_choices(rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """``[num_tokens, ...]``, fp32: the rows at each token's ``positions [num_tokens, top_k]``, weighted, added up.
+
+    In the order of choices; those that are not here are left out.
+    """
+    total = torch.zeros((len(positions), *rows.shape[1:]), dtype=torch.float32, device=rows.device)
+    if not len(rows):
+        return total
+    for choice in range(positions.shape[1]):
+        place = positions[:, choice]
+        value = rows[place.clamp(min=0).long()].float()
+        if weights is not None:
+            value = value * weights[:, choice, None]
+        total += torch.where((place >= 0)[:, None], value, 0)
+    return total

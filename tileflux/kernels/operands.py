@@ -99,6 +99,8 @@ class Role:
     """SMs left to small kernels of the same call that must run beside this one."""
     stores: bool = False
     """A finished tile goes into the output, and nothing else happens."""
+    combines: bool = False
+    """Grouped rows are added up by token: columns are cut into as many slabs as the configuration has chunks."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,6 +124,8 @@ class GemmSpec:
     """Rows belong to experts, and tiles are those of a list."""
     picks_rows: bool
     """Rows of x are picked by number: they are loaded through pointers, also where the weight is loaded by TMA."""
+    combines: bool
+    num_slabs: int
     block_m: int
     block_n: int
     block_k: int
@@ -237,6 +241,7 @@ def _make_spec(
         activation=activation,
         is_gated=activation == "swiglu",
         is_grouped=groups[0], picks_rows=groups[1],
+        combines=role.combines, num_slabs=config.num_chunks if role.combines else 1,
         block_m=config.block_m, block_n=config.block_n, block_k=config.block_k, group_m=config.group_m,
         num_feeders=num_feeders,
         world_size=world_size,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from tileflux.kernels.operands import Role
 from tileflux.lang.policy import (
+    combine_tile,
     scatter_tile,
     spread_tile,
     stage_tile,
@@ -17,11 +18,12 @@ from tileflux.lang.policy import (
     wait_for_slots,
     wait_for_stages,
 )
-from tileflux.lang.schedule import arrival_order, departure_order, twice_order
+from tileflux.lang.schedule import arrival_order, departure_order, slab_order, twice_order
 
 __all__ = [
     "ARRIVING",
     "ARRIVING_GROUPED",
+    "COMBINE",
     "GATHER",
     "GATHERED",
     "GATHERED_GROUPED",
@@ -66,5 +68,6 @@ GATHERING = Gathering(GATHER, ARRIVING, GATHERED)
 GATHERING_GROUPED = Gathering(GATHER_GROUPED, ARRIVING_GROUPED, GATHERED_GROUPED)
 
 SCATTER = Role("gemm_rs", departure_order, wait_for_slot, scatter_tile)
+COMBINE = Role("moe_gemm_rs", slab_order, wait_for_nothing, combine_tile, combines=True)
 STAGE = Role("gemm_rs, sent by copies", departure_order, wait_for_nothing, stage_tile, num_spare_sms=1)
 SPREAD = Role("gemm_ar", twice_order, wait_for_slots, spread_tile, is_sharded=False, num_turns=2)

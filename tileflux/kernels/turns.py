@@ -22,10 +22,11 @@ from tileflux.kernels.prepared import Kept
 from tileflux.symm.group import Group
 from tileflux.symm.host_signal import HostWords, wrap
 
-__all__ = ["ShardPlan", "Turn", "gather_shards", "scatter_shards", "spread_shards", "turn"]
+__all__ = ["ShardPlan", "Turn", "combine_shards", "gather_shards", "scatter_shards", "spread_shards", "turn"]
 
 _ALIGNMENT = 256
 _MAX_TURNS = 1024
+_own: weakref.WeakKeyDictionary[Group, list[torch.Tensor]] = weakref.WeakKeyDictionary()
 _turns: weakref.WeakKeyDictionary[Group, dict[ShardPlan, Turn]] = weakref.WeakKeyDictionary()
 _tables: weakref.WeakKeyDictionary[Group, DeviceTables] = weakref.WeakKeyDictionary()
 
@@ -64,6 +65,8 @@ class ShardPlan:
     scales: int = 0
     by_copies: bool = False
     """Products are copied to their owners: instead of a second half of slots, the buffer holds what is to be copied."""
+    staging_bytes: int = 0
+    """Of memory of this rank's own, which calls of all plans share: what is not to be sent as it is."""
 
     @functools.cached_property
     def first_rows(self) -> tuple[int, ...]:
@@ -112,6 +115,15 @@ def spread_shards(
     return dataclasses.replace(whole, chunk_rows=num_rows)
 
 
+@functools.lru_cache(maxsize=4096)
+def combine_shards(
+    op: str, rows: tuple[int, ...], capacity: int, num_columns: int, itemsize: int, config: GemmConfig
+) -> ShardPlan:
+    """Reduce-scatter of tokens whose rows are elsewhere: as ``scatter_shards``, and room for ``capacity`` such rows."""
+    plan = scatter_shards(op, rows, num_columns, itemsize, config)
+    return dataclasses.replace(plan, staging_bytes=capacity * num_columns * itemsize)
+
+
 def turn(group: Group, plan: ShardPlan) -> Turn:
     """The plan's memory in this group. Collective when new: all ranks come to the same plans in the same order."""
     known = _turns.setdefault(group, {})
@@ -127,6 +139,18 @@ def turn(group: Group, plan: ShardPlan) -> Turn:
     # On the caller's stream: whatever the call launches, on whichever stream, comes after the upload.
     found.table = _find_table(group, found)
     return found
+
+
+def _own_memory(group: Group, nbytes: int) -> torch.Tensor:
+    """Bytes that all turns of a group share, whose calls come one after the other.
+
+    What has become too small is kept: a CUDA graph may hold its address.
+    """
+    kept = _own.setdefault(group, [])
+    if not kept or kept[-1].numel() < nbytes:
+        grown = max(nbytes, 2 * kept[-1].numel() if kept else 0)
+        kept.append(torch.empty(grown, dtype=torch.uint8, device=group.device))
+    return kept[-1]
 
 
 def _find_table(group: Group, turn: Turn) -> torch.Tensor:
@@ -155,8 +179,11 @@ class Turn:
         # half that its peer still reads.
         self._half_bytes = self._data.nbytes // 2 // _ALIGNMENT * _ALIGNMENT
 
+        self.own = _own_memory(group, plan.staging_bytes)
+        """Bytes of this rank's alone, ``plan.staging_bytes`` of them."""
         # By address: offsets are those of a segment, and repeat when a region grows into another one.
-        self.key = (plan, self._flags.address(group.rank), self._data.address(group.rank))
+        addresses = (self._flags.address(group.rank), self._data.address(group.rank), self.own.data_ptr())
+        self.key = (plan, *addresses)
         self.table: torch.Tensor
         """The plan as kernels read it; set by ``turn``."""
         self.launches: Kept[Any] = Kept()
@@ -181,6 +208,8 @@ class Turn:
         words[TABLE.num_chunks], words[TABLE.chunk_rows] = plan.num_chunks, plan.chunk_rows
         words[TABLE.half_bytes] = 0 if plan.by_copies else self._half_bytes
         words[TABLE.staging], words[TABLE.slot_bytes] = self._half_bytes, plan.slot_bytes
+        if plan.staging_bytes:
+            words[TABLE.staging] = self.own.data_ptr() - self._data.address(self.rank)
         words[TABLE.scales] = plan.scales
         addresses = (region.address(rank) for region in (self._control, self._flags, self._data) for rank in ranks)
         return [*words, *plan.rows, *plan.first_rows, *addresses]

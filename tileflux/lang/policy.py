@@ -7,6 +7,7 @@ Both take the plan ``table`` of their op (``lang/turn.py``); plain ``gemm`` has 
 import triton
 import triton.language as tl
 
+from tileflux.config import GROUPS
 from tileflux.lang.hopper import PIECE, store_by_threads, store_by_tma, sum_by_threads
 from tileflux.lang.remote import typed
 from tileflux.lang.signal import count, signal, tma_fence, wait
@@ -29,6 +30,7 @@ from tileflux.lang.turn import (
 
 __all__ = [
     "await_word",
+    "combine_tile",
     "scatter_tile",
     "slot",
     "spread_tile",
@@ -41,6 +43,11 @@ __all__ = [
     "wait_for_slots",
     "wait_for_stages",
 ]
+
+
+_TOP_K = tl.constexpr(GROUPS.top_k)
+_POSITIONS = tl.constexpr(GROUPS.positions)
+_WEIGHTS = tl.constexpr(GROUPS.weights)
 
 
 @triton.jit
@@ -119,6 +126,60 @@ def stage_tile(value, out, place, table, SPEC: tl.constexpr):
     else:
         epoch = current_epoch(table, SPEC.world_size)
         _store(value, slot(table, rank, rank, epoch, SPEC.world_size), row, column, num_rows, N, SPEC)
+
+
+@triton.jit
+def combine_tile(value, target, place, table, SPEC: tl.constexpr):
+    """First turn: into memory of one's own, and counted. Second: tokens' choices are added up, and go to their owner.
+
+    There, as in ``scatter_tile``, all ranks' are added up. ``target`` is (the output, the list of tiles, the slab, how
+    many tiles it has in all).
+    """
+    out, groups, slab, wanted = target
+    rank = word(table, RANK)
+    owner, first_row, row, column, num_rows, N, number, turn = place
+    counter = counter_word(table, rank, rank * 0, slab, SPEC.world_size)
+    staging = data(table, rank, SPEC.world_size) + tl.load(table + STAGING)
+    if turn == 0:
+        _store(value, staging, row, column, num_rows, N, SPEC)
+        count(counter)
+    else:
+        wait_for_slot(table, owner, slab, SPEC)
+        await_word(counter, wanted, rank, table)
+        epoch = current_epoch(table, SPEC.world_size)
+        to = slot(table, owner, rank, epoch, SPEC.world_size)
+        _combine_rows(value.shape, groups, staging, to, first_row, row, column, num_rows, N, SPEC)
+        if owner != rank:
+            signal(flag_word(table, owner, rank, number, SPEC.world_size), epoch + 1)
+        else:
+            _sum_own_tile(value.shape, out, place, number, table, SPEC)
+
+
+@triton.jit
+def _combine_rows(SHAPE: tl.constexpr, groups, staging, to, first_row, row, column, num_rows, N, SPEC: tl.constexpr):
+    """The choices of a block of tokens, weighted and added up in fp32, a few tokens at a time."""
+    ROWS: tl.constexpr = 16
+    words = groups.to(tl.pointer_type(tl.int32))
+    top_k = tl.load(words + _TOP_K)
+    positions = words + tl.load(words + _POSITIONS)
+    weights = (words + tl.load(words + _WEIGHTS)).to(tl.pointer_type(tl.float32))
+    pitch = _pitch(N, SPEC)
+    columns = column + tl.arange(0, SHAPE[1])
+    rows_here = typed(staging, SPEC.out_type, SPEC.out_aligned)
+    for begin in range(0, SHAPE[0], ROWS):
+        rows = row + begin + tl.arange(0, ROWS)
+        choices = (first_row + rows) * top_k
+        total = tl.zeros((ROWS, SHAPE[1]), tl.float32)
+        for choice in range(top_k):
+            place = tl.load(positions + choices + choice, mask=rows < num_rows, other=-1)
+            weight = tl.load(weights + choices + choice, mask=rows < num_rows, other=0.0)
+            mask = (place >= 0)[:, None] & (columns < pitch)[None, :]
+            offsets = place[:, None].to(tl.int64) * pitch + columns[None, :]
+            value = tl.load(rows_here + offsets, mask=mask, other=0.0).to(tl.float32)
+            total += tl.where(mask, weight[:, None] * value, 0.0)
+        offsets = rows[:, None].to(tl.int64) * pitch + columns[None, :]
+        mask = (rows < num_rows)[:, None] & (columns < pitch)[None, :]
+        tl.store(typed(to, SPEC.out_type, SPEC.out_aligned) + offsets, total.to(SPEC.out_type), mask=mask)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ __all__ = [
     "next_piece",
     "num_streamed",
     "replay",
+    "slab_order",
     "streamed_part",
     "twice_order",
 ]
@@ -55,6 +56,42 @@ def twice_order(step, rank, num_shards, num_chunks, num_m, num_n, group_m):
     num_tiles = num_shards * num_chunks * num_m * num_n
     shard, chunk, m, n, _ = _shard_order(step % num_tiles, 0, num_shards, num_chunks, num_m, num_n, group_m)
     return shard, chunk, m, n, step // num_tiles
+
+
+@triton.jit
+def slab_order(step, rank, num_shards, num_slabs, num_m, num_n, num_blocks):
+    """Grouped rows that are added up by token: columns in slabs, and a slab's sums while the next one is multiplied.
+
+    Of a slab, first the tiles of the list, turn 0. Its sums for the peers, turn 1, come after the next slab's tiles, so
+    that nobody waits long for the last of its own; the next rank's tokens come first. The sums for one's own tokens
+    come last, since they wait for everybody's. ``num_n`` counts columns of tiles in a slab, ``num_m`` tiles of the
+    list, ``num_blocks`` blocks of tokens in a shard; the ``n`` that is returned counts columns of all slabs.
+    """
+    tiles = num_m * num_n
+    block = num_blocks * num_n
+    sums = (num_shards - 1) * block
+    shard = rank
+    slab = step * 0
+    turn = slab
+    index = step
+    if step >= tiles:
+        # From here on the tiles of a slab and the sums of the one before make a pair; the last slab's sums have none.
+        pair = tiles + sums
+        slab = min((step - tiles) // pair, num_slabs - 1) + 1
+        index = step - tiles - (slab - 1) * pair
+        if slab == num_slabs:
+            index += tiles
+        if index >= tiles:
+            turn += 1
+            slab -= 1
+            index -= tiles
+            if index < sums:
+                shard = (rank + 1 + index // block) % num_shards
+            else:
+                slab = (index - sums) // block
+                index -= sums
+            index = index % block
+    return shard, slab, index // num_n, slab * num_n + index % num_n, turn
 
 
 @triton.jit

@@ -4,7 +4,18 @@ import triton
 import triton.language as tl
 
 from tileflux.config import GROUPS
-from tileflux.lang.turn import CHUNK_ROWS, NUM_CHUNKS, RANK, confirm_call, feed, leave, release, shard, word
+from tileflux.lang.turn import (
+    CHUNK_ROWS,
+    NUM_CHUNKS,
+    RANK,
+    confirm_call,
+    feed,
+    leave,
+    release,
+    release_counted,
+    shard,
+    word,
+)
 
 __all__ = ["cut", "feed_rows", "leave_launch", "locate", "num_steps_of", "picked_rows"]
 
@@ -41,25 +52,35 @@ def cut(rows, N, table, SPEC: tl.constexpr):
     num_m = tl.cdiv(chunk_rows, SPEC.block_m)
     if SPEC.is_grouped:
         num_m = tl.load(_words(rows) + _NUM_TILES)
+    if SPEC.combines:
+        num_chunks = rank * 0 + SPEC.num_slabs
+        num_n = tl.cdiv(num_n, SPEC.num_slabs)
     return rank, num_chunks, chunk_rows, num_m, num_n
 
 
 @triton.jit
 def num_steps_of(parts, SPEC: tl.constexpr):
     """Steps of all programs, of what ``cut`` has given."""
-    _, num_chunks, _, num_m, num_n = parts
-    return SPEC.num_turns * SPEC.num_shards * num_chunks * num_m * num_n
+    _, num_chunks, chunk_rows, num_m, num_n = parts
+    if SPEC.combines:
+        num_steps = num_chunks * num_n * (num_m + SPEC.num_shards * tl.cdiv(chunk_rows, SPEC.block_m))
+    else:
+        num_steps = SPEC.num_turns * SPEC.num_shards * num_chunks * num_m * num_n
+    return num_steps
 
 
 @triton.jit
-def locate(step, parts, rows, table, ORDER: tl.constexpr, SPEC: tl.constexpr):
+def locate(step, parts, rows, N, table, ORDER: tl.constexpr, SPEC: tl.constexpr):
     """(owner, chunk, m, n, turn, first row of the shard, row in it, end of the rows, expert) of a step's tile.
 
     There is no tile where row is not before the end. Of grouped rows the owner is the stage at which the last of the
     tile's rows arrive.
     """
     rank, num_chunks, chunk_rows, num_m, num_n = parts
-    owner, chunk, m, n, turn = ORDER(step, rank, SPEC.num_shards, num_chunks, num_m, num_n, SPEC.group_m)
+    band = rank * 0 + SPEC.group_m
+    if SPEC.combines:
+        band = tl.cdiv(chunk_rows, SPEC.block_m)
+    owner, chunk, m, n, turn = ORDER(step, rank, SPEC.num_shards, num_chunks, num_m, num_n, band)
     first_row = chunk_rows * 0
     num_rows = rows.to(tl.int32)
     if SPEC.num_shards > 1:
@@ -68,12 +89,20 @@ def locate(step, parts, rows, table, ORDER: tl.constexpr, SPEC: tl.constexpr):
     # No tile goes past its chunk: the rows behind it are another flag's.
     end = min(num_rows, (chunk + 1) * chunk_rows)
     expert = owner * 0
-    if SPEC.is_grouped:
-        tile = _words(rows) + _TILES + m * _TILE_WORDS
-        expert = tl.load(tile + _EXPERT)
-        row = tl.load(tile + _FIRST)
-        end = tl.load(tile + _END)
-        owner = tl.load(tile + _STAGE)
+    if SPEC.combines:
+        row = m * SPEC.block_m
+        end = num_rows
+    if SPEC.is_grouped:  # noqa: SIM102
+        if turn == 0:
+            tile = _words(rows) + _TILES + m * _TILE_WORDS
+            expert = tl.load(tile + _EXPERT)
+            first_row = first_row * 0
+            row = tl.load(tile + _FIRST)
+            end = tl.load(tile + _END)
+            owner = tl.load(tile + _STAGE)
+    if SPEC.combines:  # noqa: SIM102
+        if n * SPEC.block_n >= N:  # the last slab may have fewer columns than others
+            end = row
     return owner, chunk, m, n, turn, first_row, row, end, expert
 
 
@@ -103,7 +132,9 @@ def feed_rows(a, scale_a, K, table, trace, SPEC: tl.constexpr):
 @triton.jit
 def leave_launch(table, SPEC: tl.constexpr):
     """The end of a program, whatever it has done."""
-    if SPEC.releases:
+    if SPEC.releases and SPEC.combines:
+        release_counted(table, SPEC.world_size)
+    elif SPEC.releases:
         release(table, SPEC.world_size)
     elif SPEC.fetches:
         leave(table, SPEC.world_size)

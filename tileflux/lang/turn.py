@@ -44,6 +44,7 @@ __all__ = [
     "open_call",
     "push_run",
     "release",
+    "release_counted",
     "shard",
     "word",
 ]
@@ -210,12 +211,27 @@ def leave(table, WORLD: tl.constexpr):
 @triton.jit
 def release(table, WORLD: tl.constexpr):
     """End of a launch that ends a call: its last program tells the peers that this rank has finished."""
+    epoch = current_epoch(table, WORLD)
+    if leave(table, WORLD):
+        _give_back(table, epoch, WORLD)
+
+
+@triton.jit
+def release_counted(table, WORLD: tl.constexpr):
+    """As ``release``, where programs have counted in the first peer's counters, which are set back."""
     rank = word(table, RANK)
     epoch = current_epoch(table, WORLD)
     if leave(table, WORLD):
-        for hop in range(1, WORLD):
-            signal(ack_word(table, (rank + hop) % WORLD, rank, WORLD), epoch + 1)
-        tl.store(_control(table, rank, WORLD) + _EPOCH, epoch + 1)
+        tl.store(counter_word(table, rank, rank * 0, tl.arange(0, _MAX_CHUNKS), WORLD), 0)
+        _give_back(table, epoch, WORLD)
+
+
+@triton.jit
+def _give_back(table, epoch, WORLD: tl.constexpr):
+    rank = word(table, RANK)
+    for hop in range(1, WORLD):
+        signal(ack_word(table, (rank + hop) % WORLD, rank, WORLD), epoch + 1)
+    tl.store(_control(table, rank, WORLD) + _EPOCH, epoch + 1)
 
 
 @triton.jit

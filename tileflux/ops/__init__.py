@@ -22,6 +22,8 @@ from tileflux.ops.grouped_gemm import grouped_gemm as grouped_gemm
 from tileflux.ops.grouped_gemm import grouped_gemm_reference as grouped_gemm_reference
 from tileflux.ops.moe_ag_gemm import moe_ag_gemm as moe_ag_gemm
 from tileflux.ops.moe_ag_gemm import moe_ag_gemm_reference as moe_ag_gemm_reference
+from tileflux.ops.moe_gemm_rs import moe_gemm_rs as moe_gemm_rs
+from tileflux.ops.moe_gemm_rs import moe_gemm_rs_reference as moe_gemm_rs_reference
 from tileflux.ops.reduce_scatter import reduce_scatter as reduce_scatter
 from tileflux.ops.reduce_scatter import reduce_scatter_reference as reduce_scatter_reference
 from tileflux.ops.routing import Routing as Routing
@@ -38,6 +40,8 @@ __all__ = [
     "grouped_gemm_reference",
     "moe_ag_gemm",
     "moe_ag_gemm_reference",
+    "moe_gemm_rs",
+    "moe_gemm_rs_reference",
     "Routing",
     "route",
     "ag_gemm",

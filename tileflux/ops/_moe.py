@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from tileflux.config import GROUPS, GemmConfig, GemmProblem
+from tileflux.config import GemmConfig, GemmProblem
 from tileflux.kernels.groups import Groups
 from tileflux.kernels.operands import Operands
 from tileflux.ops import _dense
+from tileflux.ops.routing import MAX_EXPERTS, Routing
 from tileflux.symm.group import Group
 from tileflux.tune.lookup import lookup
 
-if TYPE_CHECKING:
-    from tileflux.ops.routing import Routing
-
 __all__ = [
-    "MAX_EXPERTS",
     "Experts",
     "by_expert",
     "check_config",
     "check_experts",
+    "check_number",
+    "check_routing",
     "grouped_operands",
     "num_columns",
-    "picks",
     "routing_arguments",
     "rows_for_tiles",
-    "sum_choices",
     "tiles_for",
 ]
-
-MAX_EXPERTS = 1024
 
 
 class Experts(NamedTuple):
@@ -80,6 +75,21 @@ def num_columns(weight: torch.Tensor, activation: str) -> int:
     return weight.shape[1] // 2 if activation == "swiglu" else weight.shape[1]
 
 
+def check_routing(op: str, routing: object) -> None:
+    """Refuse what ``route`` has not made."""
+    if not isinstance(routing, Routing):
+        raise ValueError(f"{op}: routing should be what tileflux.route gives, not {type(routing).__name__}")
+
+
+def check_number(op: str, weight: torch.Tensor, routing: Routing) -> None:
+    """Refuse weights of another number of experts than the rank has."""
+    if len(weight) != len(routing.experts):
+        raise ValueError(
+            f"{op}: weight has {len(weight)} experts, but rank {routing.group.rank} has {len(routing.experts)} "
+            f"of {routing.num_experts}"
+        )
+
+
 def check_config(op: str, config: GemmConfig | None, groups: Groups) -> None:
     """Refuse tiles of another height than the routing has been cut into."""
     if config is not None and config.block_m != groups.block_m:
@@ -105,32 +115,9 @@ def routing_arguments(routing: Routing) -> tuple[Any, ...]:
     """A routing as torch's dispatcher takes it."""
     groups, rows = routing.groups, routing.rows
     return (
-        groups.index, rows.positions, rows.offsets.contiguous(), routing.group.name, list(routing.sizes),
-        routing.capacity, groups.block_m, groups.max_tiles,
+        groups.index, rows.offsets.contiguous(), routing.group.name, list(routing.sizes), routing.capacity,
+        routing.top_k, groups.block_m,
     )  # fmt: skip
-
-
-def picks(index: torch.Tensor, max_tiles: int, capacity: int) -> torch.Tensor:
-    """``[capacity]``: the token of each sorted row."""
-    first = GROUPS.tiles + GROUPS.tile_words * max_tiles
-    return index[first : first + capacity].long()
-
-
-def sum_choices(rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """``[num_tokens, ...]``, fp32: the rows at each token's ``positions [num_tokens, top_k]``, weighted, added up.
-
-    In the order of choices; those that are not here are left out.
-    """
-    total = torch.zeros((len(positions), *rows.shape[1:]), dtype=torch.float32, device=rows.device)
-    if not len(rows):
-        return total
-    for choice in range(positions.shape[1]):
-        place = positions[:, choice]
-        value = rows[place.clamp(min=0).long()].float()
-        if weights is not None:
-            value = value * weights[:, choice, None]
-        total += torch.where((place >= 0)[:, None], value, 0)
-    return total
 
 
 def by_expert(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

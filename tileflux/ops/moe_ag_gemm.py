@@ -24,7 +24,7 @@ import torch
 
 from tileflux.config import GemmConfig
 from tileflux.kernels.dense import run_gather
-from tileflux.kernels.groups import Groups
+from tileflux.kernels.groups import Groups, sum_choices
 from tileflux.kernels.library import multiply_tiles
 from tileflux.ops import _dense, _moe
 from tileflux.ops._call import begin, check_out, dense, guarded
@@ -89,16 +89,11 @@ def _check(
     routing: Routing,
     activation: str | None,
 ) -> None:
-    if not isinstance(routing, Routing):
-        raise ValueError(f"moe_ag_gemm: routing should be what tileflux.route gives, not {type(routing).__name__}")
+    _moe.check_routing("moe_ag_gemm", routing)
     for index, each in enumerate(weights):
         pair = (biases[index] if biases else None, scale_x, scales[index] if scales else None)
         _moe.check_experts("moe_ag_gemm", x, each, *pair, activation, routing.group)
-        if len(each) != len(routing.experts):
-            raise ValueError(
-                f"moe_ag_gemm: weight has {len(each)} experts, but rank {routing.group.rank} has "
-                f"{len(routing.experts)} of {routing.num_experts}"
-            )
+        _moe.check_number("moe_ag_gemm", each, routing)
     if len(x) != routing.sizes[routing.group.rank]:
         raise ValueError(f"moe_ag_gemm: x has {len(x)} rows, but {routing.sizes[routing.group.rank]} were routed")
     _dense.refuse_gradient("moe_ag_gemm", x, activation, *weights, *biases, scale_x, *scales)
@@ -112,13 +107,12 @@ def _run(
     scale_x: torch.Tensor | None,
     scale_weights: list[torch.Tensor],
     index: torch.Tensor,
-    positions: torch.Tensor,
     offsets: torch.Tensor,
     group_name: str,
     rows: list[int],
     capacity: int,
+    top_k: int,
     block_m: int,
-    max_tiles: int,
     activation: str,
     out_dtype: torch.dtype,
     strategy: str,
@@ -145,7 +139,7 @@ def _run(
     x = dense(x)
     if scale_x is not None and scale_x.dim() == 0 and group.world_size > 1:
         scale_x = scale_x.reshape(1).repeat(len(x))  # ranks may differ in it: it travels with the rows
-    groups = Groups(index, len(weights[0]), block_m, max_tiles, picks_rows=True)
+    groups = Groups(index, len(weights[0]), block_m, capacity, num_tokens, top_k, picks_rows=True)
     parts = []
     for number, (weight, result) in enumerate(zip(weights, results, strict=True)):
         bias, scale = (each[number] if each else None for each in (biases, scale_weights))
@@ -166,13 +160,12 @@ def _fake(
     scale_x: torch.Tensor | None,
     scale_weights: list[torch.Tensor],
     index: torch.Tensor,
-    positions: torch.Tensor,
     offsets: torch.Tensor,
     group: str,
     rows: list[int],
     capacity: int,
+    top_k: int,
     block_m: int,
-    max_tiles: int,
     activation: str,
     out_dtype: torch.dtype,
     strategy: str,
@@ -184,15 +177,16 @@ def _fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, weights, biases, _, _, index, positions, offsets, ctx.group, ctx.rows, *_ = inputs
-    ctx.save_for_backward(x, index, positions, offsets, *weights)
-    ctx.max_tiles, ctx.return_gathered = inputs[12], inputs[16]
+    x, weights, biases, _, _, index, offsets, ctx.group, ctx.rows, ctx.capacity, ctx.top_k, ctx.block_m, *_ = inputs
+    ctx.save_for_backward(x, index, offsets, *weights)
+    ctx.return_gathered = inputs[-2]
     ctx.bias_dtypes = [bias.dtype for bias in biases]
 
 
 def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
-    x, index, positions, offsets, *weights = ctx.saved_tensors
-    grads, capacity, counts = list(grads), len(grads[0]), offsets.diff()
+    x, index, offsets, *weights = ctx.saved_tensors
+    num_tokens, capacity, counts = sum(ctx.rows), ctx.capacity, offsets.diff()
+    groups = Groups(index, len(weights[0]), ctx.block_m, capacity, num_tokens, ctx.top_k)
     is_used = (torch.arange(capacity, device=x.device) < offsets[-1])[:, None]
     typed = [torch.where(is_used, grad, 0).to(x.dtype) for grad in grads[: len(weights)]]
     by_row = torch.zeros((capacity, x.shape[1]), dtype=torch.float32, device=x.device)
@@ -200,13 +194,12 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
         turned = weight.transpose(1, 2)
         by_row += torch.ops.tileflux.grouped_gemm(grad, turned, counts, None, None, None, "", torch.float32, "")
     by_row = torch.where(is_used, by_row, 0)
-    num_tokens = sum(ctx.rows)
-    of_token = _moe.sum_choices(by_row, positions.view(num_tokens, -1)).to(x.dtype)
+    of_token = sum_choices(by_row, groups.positions).to(x.dtype)
     if ctx.return_gathered:
         of_token = of_token + grads[-1]
     grad_x = torch.ops.tileflux.reduce_scatter(of_token, ctx.group, ctx.rows)
     gathered = torch.ops.tileflux.all_gather(x, ctx.group, ctx.rows)
-    picked = torch.where(is_used, gathered[_moe.picks(index, ctx.max_tiles, capacity)], 0)
+    picked = torch.where(is_used, gathered[groups.tokens.long()], 0)
     grad_weights = [
         _moe.by_expert(grad, picked, offsets).to(weight.dtype) for grad, weight in zip(typed, weights, strict=True)
     ]
@@ -214,12 +207,12 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     grad_biases = [
         _moe.by_expert(typed[i].float(), ones, offsets)[:, :, 0].to(dtype) for i, dtype in enumerate(ctx.bias_dtypes)
     ]
-    return grad_x, grad_weights, grad_biases, None, [], *([None] * 13)
+    return grad_x, grad_weights, grad_biases, None, [], *([None] * 12)
 
 
 register(
     "moe_ag_gemm(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? scale_x, Tensor[] scale_weights, Tensor index, "
-    "Tensor positions, Tensor offsets, str group, SymInt[] rows, SymInt capacity, int block_m, int max_tiles, "
+    "Tensor offsets, str group, SymInt[] rows, SymInt capacity, int top_k, int block_m, "
     "str activation, ScalarType out_dtype, str strategy, bool return_gathered, str config) -> Tensor[]",
     _run,
     _fake,

@@ -22,12 +22,12 @@ import torch
 from tileflux.errors import CapacityExceeded
 from tileflux.kernels.groups import Groups, SortedRows, cut_tiles, sort_rows, sources_of
 from tileflux.ops._call import check_sizes, check_tensor
-from tileflux.ops._moe import MAX_EXPERTS
 from tileflux.ops.all_gather import all_gather
 from tileflux.symm.group import Group
 
-__all__ = ["Routing", "route"]
+__all__ = ["MAX_EXPERTS", "Routing", "route"]
 
+MAX_EXPERTS = 1024
 _CPU_BLOCK_M = 512
 _MAX_BLOCK_M, _MIN_BLOCK_M = 128, 16
 
@@ -112,10 +112,11 @@ def route(
     sorted_rows = sort_rows(ids, stages, experts, group.world_size, capacity)
     if block_m is None:
         block_m = _block_m(group, num_tokens * top_k, num_experts)
-    groups = cut_tiles(sorted_rows, capacity, block_m, picks=sorted_rows.slots // max(1, top_k))
+    gathered = bits.contiguous().view(torch.float32)
+    groups = cut_tiles(sorted_rows, capacity, block_m, gathered)
     wanted = ((ids >= experts.start) & (ids < experts.stop)).sum()
     return Routing(
-        group, num_experts, top_k, ep_size, rows, capacity, bits.contiguous().view(torch.float32), sorted_rows, groups,
+        group, num_experts, top_k, ep_size, rows, capacity, gathered, sorted_rows, groups,
         _for_the_host(wanted - sorted_rows.starts[-1]),
     )  # fmt: skip
 

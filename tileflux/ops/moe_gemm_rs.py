@@ -1,0 +1,195 @@
+"""Grouped GEMM + sum of a token's choices + reduce-scatter: the second product of a layer of experts.
+
+    h        [capacity, F / TP]         rows in the order of ``routing``, as ``moe_ag_gemm`` gives them
+    weight   [E / EP, H, F / TP]        this rank's experts, and its part of each
+    routing  of ``route``
+    out      [T_r, H] on rank r         its tokens
+
+    y[row] = round(h[row] @ weight[e].T * scales)                               for a row of expert e
+    out    = sum over ranks s of round(sum over choices j of weights[token, j] * y[row of token, j])
+
+Products are accumulated in fp32 and rounded to the result's type; a token's choices are weighted and added up in fp32,
+in their order, and rounded; ranks are added up in fp32, s = 0, 1, 2, ..., and rounded once: bitwise repeatable.
+
+fused: columns are cut into slabs. While one slab is multiplied, the rows of the slab before are added up by token, and
+stored into this rank's slot at the token's owner, with a flag; sums of one's own tokens come last, and wait for the
+flags of all peers. The last program of the launch tells the peers that it has read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from tileflux.config import GemmConfig
+from tileflux.kernels.dense import run_combine
+from tileflux.kernels.groups import Groups, sum_choices
+from tileflux.ops import _dense, _moe
+from tileflux.ops._call import begin, check_out, guarded
+from tileflux.ops._library import eager_only, register
+from tileflux.ops.grouped_gemm import grouped_gemm_reference
+from tileflux.ops.reduce_scatter import reduce_scatter_reference
+from tileflux.ops.routing import Routing
+from tileflux.symm.group import group_by_name
+from tileflux.tune.lookup import problem_for
+
+__all__ = ["moe_gemm_rs", "moe_gemm_rs_reference"]
+
+_NUM_SLABS = 4
+
+
+def moe_gemm_rs(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    *,
+    scale_h: torch.Tensor | float | None = None,
+    scale_weight: torch.Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
+    strategy: str = "auto",
+    config: GemmConfig | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """This rank's tokens: the products of all their choices, on whatever rank, weighted and added up.
+
+    ``config.num_chunks`` is the number of slabs that columns are cut into.
+    """
+    _check(h, weight, scale_h, scale_weight, routing)
+    _dense.check_strategy("moe_gemm_rs", strategy, config)
+    if strategy == "pipelined":
+        raise ValueError("moe_gemm_rs: strategy='pipelined' is not there; take 'fused', which works slab by slab")
+    _moe.check_config("moe_gemm_rs", config, routing.groups)
+    routing.ensure_fits()
+    arguments: list[Any] = [
+        h, weight, _dense.as_scale(scale_h, h), _dense.as_scale(scale_weight, h), *_moe.routing_arguments(routing),
+        _dense.out_type("moe_gemm_rs", h, out_dtype), strategy, _dense.config_text(config),
+    ]  # fmt: skip
+    result: torch.Tensor = torch.ops.tileflux.moe_gemm_rs(*arguments) if out is None else _run(*arguments, *[out])
+    return result
+
+
+def _check(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    scale_h: torch.Tensor | float | None,
+    scale_weight: torch.Tensor | float | None,
+    routing: Routing,
+) -> None:
+    _moe.check_routing("moe_gemm_rs", routing)
+    _moe.check_experts("moe_gemm_rs", h, weight, None, scale_h, scale_weight, None, routing.group)
+    _moe.check_number("moe_gemm_rs", weight, routing)
+    if len(h) != routing.capacity:
+        raise ValueError(f"moe_gemm_rs: h has {len(h)} rows, but there is room for {routing.capacity} in the routing")
+    _dense.refuse_gradient("moe_gemm_rs", h, None, weight, scale_h, scale_weight)
+
+
+@eager_only
+def _run(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    scale_h: torch.Tensor | None,
+    scale_weight: torch.Tensor | None,
+    index: torch.Tensor,
+    offsets: torch.Tensor,
+    group_name: str,
+    rows: list[int],
+    capacity: int,
+    top_k: int,
+    block_m: int,
+    out_dtype: torch.dtype,
+    strategy: str,
+    config: str,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    group, num_tokens, num_columns = group_by_name(group_name), sum(rows), weight.shape[1]
+    out = check_out("moe_gemm_rs", out, (rows[group.rank], num_columns), h, dtype=out_dtype, others=(weight,))
+    problem = problem_for("moe_gemm_rs", num_tokens, num_columns, h.shape[1], h.dtype, h.device, group)
+    choice = _dense.choose(problem, strategy, _dense.config_from(config))
+    tiles = _moe.tiles_for(choice.config, config, block_m, problem, "")
+    if not config:
+        tiles = dataclasses.replace(tiles, num_chunks=_NUM_SLABS)
+    same = (rows, num_columns, h.dtype, out_dtype, choice.strategy, tiles.block_m, tiles.block_n, top_k)
+    begin("moe_gemm_rs", group, same)
+    if 0 in (num_tokens, num_columns):
+        return out
+    groups = Groups(index, len(weight), block_m, capacity, num_tokens, top_k)
+    operands = _moe.grouped_operands(_moe.Experts(h, weight, None, scale_h, scale_weight), out, groups, "")
+    with guarded(group):
+        run_combine(group, operands, tuple(rows), choice.strategy, tiles)
+    return out
+
+
+def _fake(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    scale_h: torch.Tensor | None,
+    scale_weight: torch.Tensor | None,
+    index: torch.Tensor,
+    offsets: torch.Tensor,
+    group: str,
+    rows: list[int],
+    capacity: int,
+    top_k: int,
+    block_m: int,
+    out_dtype: torch.dtype,
+    strategy: str,
+    config: str,
+) -> torch.Tensor:
+    return h.new_empty((rows[group_by_name(group).rank], weight.shape[1]), dtype=out_dtype)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    h, weight, _, _, index, offsets, ctx.group, ctx.rows, ctx.capacity, ctx.top_k, ctx.block_m, *_ = inputs
+    ctx.save_for_backward(h, weight, index, offsets)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    h, weight, index, offsets = ctx.saved_tensors
+    groups = Groups(index, len(weight), ctx.block_m, ctx.capacity, sum(ctx.rows), ctx.top_k)
+    gathered = torch.ops.tileflux.all_gather(grad.to(h.dtype), ctx.group, ctx.rows)
+    is_used = (torch.arange(ctx.capacity, device=h.device) < offsets[-1])[:, None]
+    # Of every row: its token's gradient, times the weight of the choice that it is.
+    shares = torch.zeros(ctx.capacity + 1, dtype=torch.float32, device=h.device)
+    places = torch.where(groups.positions < 0, ctx.capacity, groups.positions).long()
+    shares.scatter_(0, places.reshape(-1), groups.weights.reshape(-1))
+    by_row = gathered[groups.tokens.long()].float() * shares[:-1, None] if len(gathered) else gathered.new_zeros(0)
+    typed = torch.where(is_used, by_row, 0).to(h.dtype)
+    grad_h = grad_weight = None
+    if ctx.needs_input_grad[0]:
+        turned = weight.transpose(1, 2)
+        grad_h = torch.ops.tileflux.grouped_gemm(typed, turned, offsets.diff(), None, None, None, "", h.dtype, "")
+        grad_h = torch.where(is_used, grad_h, 0)
+    if ctx.needs_input_grad[1]:
+        grad_weight = _moe.by_expert(typed, torch.where(is_used, h, 0), offsets).to(weight.dtype)
+    return grad_h, grad_weight, *([None] * 12)
+
+
+register(
+    "moe_gemm_rs(Tensor h, Tensor weight, Tensor? scale_h, Tensor? scale_weight, Tensor index, Tensor offsets, "
+    "str group, SymInt[] rows, SymInt capacity, int top_k, int block_m, ScalarType out_dtype, str strategy, "
+    "str config) -> Tensor",
+    _run,
+    _fake,
+    _setup_context,
+    _backward,
+)
+
+
+def moe_gemm_rs_reference(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    *,
+    process_group: Any = None,
+    scale_h: torch.Tensor | float | None = None,
+    scale_weight: torch.Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The same over ``torch.distributed``: multiply expert by expert, add up by token, reduce-scatter."""
+    products = grouped_gemm_reference(
+        h, weight, routing.counts, scale_x=scale_h, scale_weight=scale_weight, out_dtype=out_dtype
+    )
+    sums = sum_choices(products, routing.groups.positions, routing.weights).to(products.dtype)
+    return reduce_scatter_reference(sums, process_group, routing.sizes)
