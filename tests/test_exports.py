@@ -40,6 +40,7 @@ PUBLIC = {
     "gemm_rs",
     "grouped_gemm",
     "moe_ag_gemm",
+    "moe_gemm_ar",
     "moe_gemm_rs",
     "route",
     "local_groups",

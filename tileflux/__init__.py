@@ -25,6 +25,7 @@ from tileflux.ops import gemm_ar as gemm_ar
 from tileflux.ops import gemm_rs as gemm_rs
 from tileflux.ops import grouped_gemm as grouped_gemm
 from tileflux.ops import moe_ag_gemm as moe_ag_gemm
+from tileflux.ops import moe_gemm_ar as moe_gemm_ar
 from tileflux.ops import moe_gemm_rs as moe_gemm_rs
 from tileflux.ops import reduce_scatter as reduce_scatter
 from tileflux.ops import route as route
@@ -58,6 +59,7 @@ __all__ = [
     "gemm_rs",
     "grouped_gemm",
     "moe_ag_gemm",
+    "moe_gemm_ar",
     "moe_gemm_rs",
     "route",
     "Routing",

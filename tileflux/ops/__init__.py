@@ -22,6 +22,8 @@ from tileflux.ops.grouped_gemm import grouped_gemm as grouped_gemm
 from tileflux.ops.grouped_gemm import grouped_gemm_reference as grouped_gemm_reference
 from tileflux.ops.moe_ag_gemm import moe_ag_gemm as moe_ag_gemm
 from tileflux.ops.moe_ag_gemm import moe_ag_gemm_reference as moe_ag_gemm_reference
+from tileflux.ops.moe_gemm_ar import moe_gemm_ar as moe_gemm_ar
+from tileflux.ops.moe_gemm_ar import moe_gemm_ar_reference as moe_gemm_ar_reference
 from tileflux.ops.moe_gemm_rs import moe_gemm_rs as moe_gemm_rs
 from tileflux.ops.moe_gemm_rs import moe_gemm_rs_reference as moe_gemm_rs_reference
 from tileflux.ops.reduce_scatter import reduce_scatter as reduce_scatter
@@ -40,6 +42,8 @@ __all__ = [
     "grouped_gemm_reference",
     "moe_ag_gemm",
     "moe_ag_gemm_reference",
+    "moe_gemm_ar",
+    "moe_gemm_ar_reference",
     "moe_gemm_rs",
     "moe_gemm_rs_reference",
     "Routing",
