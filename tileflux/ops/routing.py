@@ -105,6 +105,8 @@ def route(
     capacity = num_tokens * top_k if capacity is None else capacity
     if capacity < 0:
         raise ValueError(f"route: capacity={capacity} should not be negative")
+    if block_m is not None and (not 16 <= block_m <= 1024 or block_m & (block_m - 1)):
+        raise ValueError(f"route: block_m={block_m} should be a power of two from 16 to 1024")
     packed = torch.cat((expert_ids.to(torch.int32), weights.detach().float().view(torch.int32)), dim=1)
     ids, bits = all_gather(packed, group=group, sizes=rows).split(top_k, dim=1)
     experts = _experts(group, num_experts, ep_size)
@@ -132,9 +134,10 @@ def _check(
     """Tokens by rank of a call that is in order."""
     check_tensor("route", "expert_ids", expert_ids, group)
     check_tensor("route", "weights", weights, group)
-    if expert_ids.dim() != 2 or expert_ids.shape != weights.shape:
+    if expert_ids.dim() != 2 or expert_ids.shape != weights.shape or not expert_ids.shape[1]:
         raise ValueError(
-            f"route: expert_ids {tuple(expert_ids.shape)} and weights {tuple(weights.shape)} should both be [tokens, k]"
+            f"route: expert_ids {tuple(expert_ids.shape)} and weights {tuple(weights.shape)} should both be "
+            "[tokens, k], with k at least 1"
         )
     if expert_ids.dtype not in (torch.int32, torch.int64) or not weights.is_floating_point():
         raise ValueError(
