@@ -107,7 +107,8 @@ def _sorted_rows(counts: torch.Tensor, num_rows: int) -> SortedRows:
 
 def _offsets(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
     """``[E + 1]``, int32: where each expert's rows begin; then the end."""
-    ends = counts.clamp(min=0).cumsum(0).clamp_(max=num_rows)
+    # Each by itself first: counts that are garbage must not add up to a negative number, which would be an address.
+    ends = counts.clamp(0, num_rows).cumsum(0).clamp_(max=num_rows)
     return torch.cat((ends.new_zeros(1), ends)).to(torch.int32)
 
 
