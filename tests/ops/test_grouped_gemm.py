@@ -37,7 +37,7 @@ from .dense_cases import (
 )
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-WIDTHS = [(33, 19), (16, 32), (1, 1), (18, 64), (1, 7), (40, 0), (9, 1)]  # N and K
+WIDTHS = [(33, 19), (16, 32), (1, 1), (18, 64), (1, 7), (40, 0), (1, 0), (9, 1)]  # N and K
 Arguments = dict[str, Any]
 
 

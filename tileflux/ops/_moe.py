@@ -170,6 +170,6 @@ def _one_matrix(weight: torch.Tensor) -> torch.Tensor:
     num_experts, num_rows, depth = weight.shape
     if num_rows == 1:
         weight = weight.contiguous()  # of a copy made below nobody could tell which dimension is contiguous
-    if weight.stride(2) == 1 or depth == 1:
+    if weight.stride(2) == 1 or 1 in (num_rows, depth):
         return weight.reshape(num_experts * num_rows, depth)
     return weight.transpose(1, 2).reshape(num_experts * depth, num_rows).t()
