@@ -107,7 +107,8 @@ def _sorted_rows(counts: torch.Tensor, num_rows: int) -> SortedRows:
 
 def _offsets(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
     """``[E + 1]``, int32: where each expert's rows begin; then the end."""
-    ends = counts.clamp(min=0).cumsum(0).clamp_(max=num_rows)
+    # Each by itself first: counts that are garbage must not add up to a negative number, which would be an address.
+    ends = counts.clamp(0, num_rows).cumsum(0).clamp_(max=num_rows)
     return torch.cat((ends.new_zeros(1), ends)).to(torch.int32)
 
 
@@ -137,7 +138,8 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     offsets = _offsets(counts, x.shape[0])
     # Rows of no expert are in no result: whatever stands in their place has no gradient.
     is_used = (torch.arange(len(x), device=x.device) < offsets[-1])[:, None]
-    typed = torch.where(is_used, grad, 0).to(x.dtype)
+    grad = torch.where(is_used, grad, 0)
+    typed = grad.to(x.dtype)
     grad_x = grad_weight = grad_bias = None
     if needs_x:
         turned = weight.transpose(1, 2)
@@ -147,7 +149,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_weight = _moe.by_expert(typed, torch.where(is_used, x, 0), offsets).to(weight.dtype)
     if needs_bias:
         ones = torch.ones((len(x), 1), dtype=torch.float32, device=x.device)
-        grad_bias = _moe.by_expert(typed.float(), ones, offsets)[:, :, 0].to(ctx.bias_dtype)
+        grad_bias = _moe.by_expert(grad.float(), ones, offsets)[:, :, 0].to(ctx.bias_dtype)
     return grad_x, grad_weight, None, grad_bias, *([None] * 5)
 
 
