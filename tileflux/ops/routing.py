@@ -105,14 +105,18 @@ def route(
     capacity = num_tokens * top_k if capacity is None else capacity
     if capacity < 0:
         raise ValueError(f"route: capacity={capacity} should not be negative")
-    packed = torch.cat((expert_ids.to(torch.int32), weights.detach().float().view(torch.int32)), dim=1)
+    if block_m is not None and (not 16 <= block_m <= 1024 or block_m & (block_m - 1)):
+        raise ValueError(f"route: block_m={block_m} should be a power of two from 16 to 1024")
+    # Clamped: in 32 bits a number that is no expert's might become that of one.
+    chosen = expert_ids.clamp(-1, num_experts).to(torch.int32)
+    packed = torch.cat((chosen, weights.detach().float().view(torch.int32)), dim=1)
     ids, bits = all_gather(packed, group=group, sizes=rows).split(top_k, dim=1)
     experts = _experts(group, num_experts, ep_size)
     stages = sources_of(rows, group.rank, group.device)
     sorted_rows = sort_rows(ids, stages, experts, group.world_size, capacity)
     if block_m is None:
         block_m = _block_m(group, num_tokens * top_k, num_experts)
-    groups = cut_tiles(sorted_rows, capacity, block_m, picks=sorted_rows.slots // max(1, top_k))
+    groups = cut_tiles(sorted_rows, capacity, block_m, picks=sorted_rows.slots // top_k)
     wanted = ((ids >= experts.start) & (ids < experts.stop)).sum()
     return Routing(
         group, num_experts, top_k, ep_size, rows, capacity, bits.contiguous().view(torch.float32), sorted_rows, groups,
@@ -131,9 +135,10 @@ def _check(
     """Tokens by rank of a call that is in order."""
     check_tensor("route", "expert_ids", expert_ids, group)
     check_tensor("route", "weights", weights, group)
-    if expert_ids.dim() != 2 or expert_ids.shape != weights.shape:
+    if expert_ids.dim() != 2 or expert_ids.shape != weights.shape or not expert_ids.shape[1]:
         raise ValueError(
-            f"route: expert_ids {tuple(expert_ids.shape)} and weights {tuple(weights.shape)} should both be [tokens, k]"
+            f"route: expert_ids {tuple(expert_ids.shape)} and weights {tuple(weights.shape)} should both be "
+            "[tokens, k], with one choice or more"
         )
     if expert_ids.dtype not in (torch.int32, torch.int64) or not weights.is_floating_point():
         raise ValueError(
