@@ -62,7 +62,7 @@ def check_experts(
     num_experts, num_rows, _ = weight.shape
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"{op}: weight has {num_experts} experts; there should be from 1 to {MAX_EXPERTS}")
-    if bias is not None and tuple(bias.shape) != (num_experts, num_rows):
+    if isinstance(bias, torch.Tensor) and tuple(bias.shape) != (num_experts, num_rows):
         raise ValueError(f"{op}: bias should have shape ({num_experts}, {num_rows}), not {tuple(bias.shape)}")
     if isinstance(scale_weight, torch.Tensor) and scale_weight.dim():
         if tuple(scale_weight.shape) not in ((num_experts,), (num_experts, num_rows)):
@@ -71,7 +71,7 @@ def check_experts(
                 f"({num_experts}, {num_rows}), not {tuple(scale_weight.shape)}"
             )
         scale_weight = scale_weight.new_empty(num_rows)  # what is right for one expert
-    first = None if bias is None else bias[0]
+    first = bias[0] if isinstance(bias, torch.Tensor) else bias
     _dense.check_dense(op, x, weight[0], first, scale_x, scale_weight, activation, group)
 
 
@@ -167,6 +167,9 @@ def grouped_operands(experts: Experts, out: torch.Tensor, groups: Groups, activa
 
 def _one_matrix(weight: torch.Tensor) -> torch.Tensor:
     """``[E N, K]``; where N is contiguous ``[N, E K]``. Without a copy if experts lie behind each other."""
-    if weight.stride(2) == 1 or weight.shape[2] == 1:
-        return weight.reshape(-1, weight.shape[2])
-    return weight.transpose(1, 2).reshape(-1, weight.shape[1]).t()
+    num_experts, num_rows, depth = weight.shape
+    if num_rows == 1:
+        weight = weight.contiguous()  # of a copy made below nobody could tell which dimension is contiguous
+    if weight.stride(2) == 1 or depth == 1:
+        return weight.reshape(num_experts * num_rows, depth)
+    return weight.transpose(1, 2).reshape(num_experts * depth, num_rows).t()
