@@ -142,12 +142,13 @@ class _GatheredGrouped(_Gathered):
         assert self.operands.groups is not None
         picked = _picked(self.operands.groups, tile)
         first, x, scale = self.plan.first_rows[self.rank], self.operands.x, self.operands.scale_x
-        is_own = (picked >= first) & (picked < first + len(x))
+        # By number: through a mask torch does not put a single element of fp8.
+        own = ((picked >= first) & (picked < first + len(x))).nonzero().flatten()
         rows, scales = self._buffer[picked], None
-        rows[is_own] = x[picked[is_own] - first]
+        rows[own] = x[picked[own] - first]
         if scale is not None:
             scales = self.turn.gathered_scales()[picked]
-            scales[is_own] = scale[picked[is_own] - first]
+            scales[own] = scale[picked[own] - first]
         return rows, scales
 
     def finish(self, tile: Tile, value: torch.Tensor | None) -> None:

@@ -13,7 +13,8 @@ in their order, and rounded; ranks are added up in fp32, s = 0, 1, 2, ..., and r
 
 fused: columns are cut into slabs. While one slab is multiplied, the rows of the slab before are added up by token, and
 stored into this rank's slot at the token's owner, with a flag; sums of one's own tokens come last, and wait for the
-flags of all peers. The last program of the launch tells the peers that it has read.
+flags of all peers. The last program of the launch tells the peers that it has read. The gradient, of rows, weights and
+what choices are weighted with, goes back through ``all_gather`` and ``grouped_gemm``.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def moe_gemm_rs(
     _moe.check_config("moe_gemm_rs", config, routing.groups)
     routing.ensure_fits()
     arguments: list[Any] = [
-        h, weight, _dense.as_scale(scale_h, h), _dense.as_scale(scale_weight, h), *_moe.routing_arguments(routing),
-        _dense.out_type("moe_gemm_rs", h, out_dtype), strategy, _dense.config_text(config),
+        h, weight, routing.own_weights, _dense.as_scale(scale_h, h), _dense.as_scale(scale_weight, h),
+        *_moe.routing_arguments(routing), _dense.out_type("moe_gemm_rs", h, out_dtype), strategy, _dense.config_text(config),
     ]  # fmt: skip
     result: torch.Tensor = torch.ops.tileflux.moe_gemm_rs(*arguments) if out is None else _run(*arguments, *[out])
     return result
@@ -89,6 +90,7 @@ def _check(
 def _run(
     h: torch.Tensor,
     weight: torch.Tensor,
+    own_weights: torch.Tensor,
     scale_h: torch.Tensor | None,
     scale_weight: torch.Tensor | None,
     index: torch.Tensor,
@@ -124,6 +126,7 @@ def _run(
 def _fake(
     h: torch.Tensor,
     weight: torch.Tensor,
+    own_weights: torch.Tensor,
     scale_h: torch.Tensor | None,
     scale_weight: torch.Tensor | None,
     index: torch.Tensor,
@@ -141,35 +144,38 @@ def _fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    h, weight, _, _, index, offsets, ctx.group, ctx.rows, ctx.capacity, ctx.top_k, ctx.block_m, *_ = inputs
-    ctx.save_for_backward(h, weight, index, offsets)
+    h, weight, own, _, _, index, offsets, ctx.group, ctx.rows, ctx.capacity, ctx.top_k, ctx.block_m, *_ = inputs
+    ctx.save_for_backward(h, weight, own, index, offsets)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    h, weight, index, offsets = ctx.saved_tensors
-    groups = Groups(index, len(weight), ctx.block_m, ctx.capacity, sum(ctx.rows), ctx.top_k)
+    h, weight, own, index, offsets = ctx.saved_tensors
+    num_tokens, counts = sum(ctx.rows), offsets.diff()
+    groups = Groups(index, len(weight), ctx.block_m, ctx.capacity, num_tokens, ctx.top_k)
+    # All ranks make the same calls, whatever each of them needs.
     gathered = torch.ops.tileflux.all_gather(grad.to(h.dtype), ctx.group, ctx.rows)
     is_used = (torch.arange(ctx.capacity, device=h.device) < offsets[-1])[:, None]
-    # Of every row: its token's gradient, times the weight of the choice that it is.
+    of_row = torch.where(is_used, gathered[groups.tokens.long()] if num_tokens else 0, 0).float()
+    # Of every row, the weight of the choice that it is; choices that are not here go behind the last row.
     shares = torch.zeros(ctx.capacity + 1, dtype=torch.float32, device=h.device)
     places = torch.where(groups.positions < 0, ctx.capacity, groups.positions).long()
     shares.scatter_(0, places.reshape(-1), groups.weights.reshape(-1))
-    by_row = gathered[groups.tokens.long()].float() * shares[:-1, None] if len(gathered) else gathered.new_zeros(0)
-    typed = torch.where(is_used, by_row, 0).to(h.dtype)
-    grad_h = grad_weight = None
-    if ctx.needs_input_grad[0]:
-        turned = weight.transpose(1, 2)
-        grad_h = torch.ops.tileflux.grouped_gemm(typed, turned, offsets.diff(), None, None, None, "", h.dtype, "")
-        grad_h = torch.where(is_used, grad_h, 0)
-    if ctx.needs_input_grad[1]:
-        grad_weight = _moe.by_expert(typed, torch.where(is_used, h, 0), offsets).to(weight.dtype)
-    return grad_h, grad_weight, *([None] * 12)
+    typed = (of_row * shares[:-1, None]).to(h.dtype)
+    turned = weight.transpose(1, 2)
+    grad_h = torch.ops.tileflux.grouped_gemm(typed, turned, counts, None, None, None, "", h.dtype, "")
+    grad_weight = _moe.by_expert(typed, torch.where(is_used, h, 0), offsets).to(weight.dtype)
+    # Of every choice, how much its row would add to the loss.
+    products = torch.ops.tileflux.grouped_gemm(h, weight, counts, None, None, None, "", torch.float32, "")
+    worth = (torch.where(is_used, products, 0) * of_row).sum(1, keepdim=True)
+    worth = torch.cat((worth, worth.new_zeros(1, 1)))[places.reshape(-1), 0].view(num_tokens, ctx.top_k)
+    grad_own = torch.ops.tileflux.reduce_scatter(worth, ctx.group, ctx.rows).to(own.dtype)
+    return torch.where(is_used, grad_h, 0), grad_weight, grad_own, *([None] * 12)
 
 
 register(
-    "moe_gemm_rs(Tensor h, Tensor weight, Tensor? scale_h, Tensor? scale_weight, Tensor index, Tensor offsets, "
-    "str group, SymInt[] rows, SymInt capacity, int top_k, int block_m, ScalarType out_dtype, str strategy, "
-    "str config) -> Tensor",
+    "moe_gemm_rs(Tensor h, Tensor weight, Tensor own_weights, Tensor? scale_h, Tensor? scale_weight, Tensor index, "
+    "Tensor offsets, str group, SymInt[] rows, SymInt capacity, int top_k, int block_m, ScalarType out_dtype, "
+    "str strategy, str config) -> Tensor",
     _run,
     _fake,
     _setup_context,

@@ -21,7 +21,8 @@ import torch
 
 from tileflux.errors import CapacityExceeded
 from tileflux.kernels.groups import Groups, SortedRows, cut_tiles, sort_rows, sources_of
-from tileflux.ops._call import check_sizes, check_tensor
+from tileflux.ops._call import begin, check_sizes, check_tensor
+from tileflux.ops._library import eager_only
 from tileflux.ops.all_gather import all_gather
 from tileflux.symm.group import Group
 
@@ -44,13 +45,16 @@ class Routing:
     """Tokens of each rank."""
     capacity: int
     """Sorted rows that there is room for on this rank."""
+    own_weights: torch.Tensor
+    """``[T_r, top_k]``, as they were given: the gradient of a layer's result goes to them."""
     weights: torch.Tensor
     """``[T, top_k]``, fp32, of all ranks' tokens."""
     rows: SortedRows
     groups: Groups
     """Tiles of the sorted rows; they pick tokens."""
     num_missing: torch.Tensor
-    """How many rows did not fit: one number, where the host can read it; on a GPU it may come late."""
+    """How many rows did not fit, on the ranks with the most: one number that the host can read; on a GPU it may come
+    late."""
 
     @property
     def experts(self) -> range:
@@ -71,10 +75,14 @@ class Routing:
         """Raise ``CapacityExceeded`` if it is known by now that rows were left out. Every op asks before it runs."""
         missing = int(self.num_missing)
         if missing > 0:
-            raise CapacityExceeded(
-                f"{missing} of {self.capacity + missing} rows did not fit on rank {self.group.rank}: "
+            error = CapacityExceeded(
+                f"{missing} of {self.capacity + missing} rows of a rank's experts did not fit: "
                 f"capacity={self.capacity} should be at least {self.capacity + missing}, or left away"
             )
+            if self.group.device.type == "cuda":
+                # Ranks get to know at different times: some may have gone on.
+                self.group.mark_broken(error)
+            raise error
 
     def synchronize(self) -> None:
         """Wait until it is known whether all rows fit, and raise ``CapacityExceeded`` if not."""
@@ -83,6 +91,7 @@ class Routing:
         self.ensure_fits()
 
 
+@eager_only
 def route(
     expert_ids: torch.Tensor,
     weights: torch.Tensor,
@@ -101,26 +110,42 @@ def route(
     ``block_m``: rows of a tile; by default what an expert fills if all get the same.
     """
     rows = _check(expert_ids, weights, num_experts, group, ep_size, sizes)
-    top_k, num_tokens = expert_ids.shape[1], sum(rows)
-    capacity = num_tokens * top_k if capacity is None else capacity
+    top_k, most = expert_ids.shape[1], sum(rows) * expert_ids.shape[1]
+    capacity = most if capacity is None else capacity
     if capacity < 0:
         raise ValueError(f"route: capacity={capacity} should not be negative")
-    if block_m is not None and (not 16 <= block_m <= 1024 or block_m & (block_m - 1)):
-        raise ValueError(f"route: block_m={block_m} should be a power of two from 16 to 1024")
-    packed = torch.cat((expert_ids.to(torch.int32), weights.detach().float().view(torch.int32)), dim=1)
-    ids, bits = all_gather(packed, group=group, sizes=rows).split(top_k, dim=1)
-    experts = _experts(group, num_experts, ep_size)
-    stages = sources_of(rows, group.rank, group.device)
-    sorted_rows = sort_rows(ids, stages, experts, group.world_size, capacity)
     if block_m is None:
-        block_m = _block_m(group, num_tokens * top_k, num_experts)
+        block_m = _block_m(group, most, num_experts)
+    elif not 16 <= block_m <= 1024 or block_m & (block_m - 1):
+        raise ValueError(f"route: block_m={block_m} should be a power of two from 16 to 1024")
+    begin("route", group, (rows, top_k, num_experts, ep_size, capacity))
+    # Clamped: in 32 bits a number that is no expert's might become that of one.
+    chosen = expert_ids.clamp(-1, num_experts).to(torch.int32)
+    packed = torch.cat((chosen, weights.detach().float().view(torch.int32)), dim=1)
+    ids, bits = all_gather(packed, group=group, sizes=rows).split(top_k, dim=1)
     gathered = bits.contiguous().view(torch.float32)
+    experts, stages = _experts(group, num_experts, ep_size), sources_of(rows, group.rank, group.device)
+    sorted_rows = sort_rows(ids, stages, experts, group.world_size, capacity)
     groups = cut_tiles(sorted_rows, capacity, block_m, gathered)
-    wanted = ((ids >= experts.start) & (ids < experts.stop)).sum()
+    missing = _num_missing(ids, num_experts // ep_size, ep_size, capacity) if capacity < most else torch.zeros(())
     return Routing(
-        group, num_experts, top_k, ep_size, rows, capacity, gathered, sorted_rows, groups,
-        _for_the_host(wanted - sorted_rows.starts[-1]),
+        group, num_experts, top_k, ep_size, rows, capacity, weights, gathered, sorted_rows, groups, missing
     )  # fmt: skip
+
+
+def _num_missing(ids: torch.Tensor, num_each: int, num_sets: int, capacity: int) -> torch.Tensor:
+    """Rows too many of the set of experts with the most, where the host can read it; until it is there it reads 0.
+
+    Not of this rank's set alone: all ranks must come to the same end.
+    """
+    sets = torch.arange(num_sets, dtype=ids.dtype, device=ids.device)
+    counts = (ids.div(num_each, rounding_mode="floor")[None] == sets[:, None, None]).sum((1, 2))
+    missing = (counts.max() - capacity).clamp_(min=0)
+    if not missing.is_cuda:
+        return missing
+    pinned = torch.zeros((), dtype=missing.dtype, pin_memory=True)
+    pinned.copy_(missing, non_blocking=True)
+    return pinned
 
 
 def _check(
@@ -137,7 +162,7 @@ def _check(
     if expert_ids.dim() != 2 or expert_ids.shape != weights.shape or not expert_ids.shape[1]:
         raise ValueError(
             f"route: expert_ids {tuple(expert_ids.shape)} and weights {tuple(weights.shape)} should both be "
-            "[tokens, k], with k at least 1"
+            "[tokens, k], with one choice or more"
         )
     if expert_ids.dtype not in (torch.int32, torch.int64) or not weights.is_floating_point():
         raise ValueError(
@@ -166,12 +191,3 @@ def _block_m(group: Group, num_rows: int, num_experts: int) -> int:
         return _CPU_BLOCK_M
     each = max(1, -(-num_rows // num_experts))
     return min(_MAX_BLOCK_M, max(_MIN_BLOCK_M, 1 << (each - 1).bit_length()))
-
-
-def _for_the_host(number: torch.Tensor) -> torch.Tensor:
-    """Where the host can read it without waiting; until it is there it reads 0."""
-    if not number.is_cuda:
-        return number
-    pinned = torch.zeros((), dtype=number.dtype, pin_memory=True)
-    pinned.copy_(number, non_blocking=True)
-    return pinned

@@ -1,0 +1,248 @@
+"""route: the order of rows and their counts against the oracle, capacity, weights, and refusals."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import tileflux
+from tileflux.config import GROUPS
+from tileflux.errors import CapacityExceeded
+from tileflux.ops.routing import Routing
+from tileflux.symm.group import Group
+from tileflux.testing import run_ranks
+from tileflux.testing.moe import ROUTING_KINDS, MoeRouting, moe_routing
+
+LAYOUTS = {1: (1,), 2: (1, 2), 3: (1, 3), 4: (1, 2, 4)}
+"""Worlds, and the sets of experts that each may have: TP only, both, EP only."""
+
+
+def route(group: Group, case: MoeRouting, **options: Any) -> Routing:
+    return tileflux.route(**case.arguments(group.rank), group=group, **options)
+
+
+def check_routing(group: Group, case: MoeRouting, found: Routing) -> None:
+    """Everything of a routing against the oracle."""
+    rows, top_k, what = case.rows(group.rank), case.top_k, f"rank {group.rank}, ep_size={case.ep_size}, {case.sizes}"
+    assert found.experts == case.experts(group.rank)
+    assert (found.num_experts, found.top_k, found.ep_size) == (case.num_experts, top_k, case.ep_size)
+    assert found.sizes == case.sizes and found.num_tokens == sum(case.sizes) and found.group is group
+    assert found.counts.tolist() == case.counts(group.rank), what
+    assert found.rows.offsets[-1] == len(rows)
+    assert found.rows.slots[: len(rows)].tolist() == [row.slot for row in rows], what
+    places = {row.slot: number for number, row in enumerate(rows)}
+    assert found.rows.positions.tolist() == [places.get(slot, -1) for slot in range(sum(case.sizes) * top_k)], what
+    assert found.weights.dtype == torch.float32 and torch.equal(found.weights, torch.cat(case.weights).float()), what
+    check_tiles(case, found, rows)
+    found.ensure_fits()
+    found.synchronize()
+
+
+def check_tiles(case: MoeRouting, found: Routing, rows: list[Any]) -> None:
+    """Every row is in one tile, of its expert; a tile's stage is that of its last row, and early ones come first."""
+    groups, index = found.groups, found.groups.index
+    assert groups.picks_rows and groups.num_experts == len(found.experts)
+    assert len(found.rows.slots) == found.capacity
+    num_tiles = int(index[GROUPS.num_tiles])
+    assert num_tiles <= groups.max_tiles
+    tiles = index[GROUPS.tiles :][: GROUPS.tile_words * num_tiles].view(-1, GROUPS.tile_words).tolist()
+    covered = []
+    for expert, first, end, stage in tiles:
+        own = range(first, min(end, first + groups.block_m))
+        covered += own
+        assert len(own) > 0
+        assert {rows[number].expert - found.experts.start for number in own} == {expert}
+        assert max(rows[number].stage for number in own) == stage
+    assert sorted(covered) == list(range(len(rows)))
+    stages = [tile[GROUPS.stage] for tile in tiles]
+    assert stages == sorted(stages)
+    picked = index[int(index[GROUPS.rows]) :][: len(rows)].tolist()
+    assert picked == [row.slot // case.top_k for row in rows]
+
+
+def _all_layouts(group: Group, seed: int) -> int:
+    draws, world_size, num_checked = random.Random(seed), group.world_size, 0
+    for ep_size in LAYOUTS[world_size]:
+        for kind in ROUTING_KINDS:
+            sizes = [draws.choice((0, 1, 7, 40)) for _ in range(world_size)]
+            num_experts, top_k = 12 * draws.randrange(1, 3), draws.randrange(1, 4)
+            case = moe_routing(sizes, num_experts, top_k, draws.randrange(2**32), ep_size=ep_size, kind=kind)
+            check_routing(group, case, route(group, case, block_m=draws.choice((None, 16, 32))))
+            num_checked += 1
+    return num_checked
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_against_the_oracle(world_size: int) -> None:
+    counts = run_ranks(_all_layouts, world_size, args=(int(torch.randint(2**30, ())),))
+    assert counts == [len(LAYOUTS[world_size]) * len(ROUTING_KINDS)] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_virtual_ranks(world_size: int) -> None:
+    run_ranks(_all_layouts, world_size, args=(int(torch.randint(2**30, ())),), where="virtual")
+
+
+def _same_sizes(group: Group) -> None:
+    case = moe_routing((5,) * group.world_size, 6, 2, 3)
+    arguments = case.arguments(group.rank)
+    del arguments["sizes"], arguments["ep_size"]
+    arguments["expert_ids"] = arguments["expert_ids"].to(torch.int32)
+    arguments["weights"] = arguments["weights"].to(torch.bfloat16).requires_grad_()
+    found = tileflux.route(**arguments, group=group)
+    assert not found.weights.requires_grad
+    rounded = MoeRouting(case.sizes, 6, 1, case.expert_ids, tuple(each.bfloat16() for each in case.weights))
+    check_routing(group, rounded, found)
+    # Every bit of a weight arrives, whatever it means.
+    odd = torch.tensor([[float("nan"), -0.0], [1e-45, float("inf")], [3e38, -1.0]])
+    found = tileflux.route(torch.zeros(3, 2, dtype=torch.long), odd, num_experts=1, group=group)
+    assert torch.equal(found.weights.view(torch.int32), odd.repeat(group.world_size, 1).view(torch.int32))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_defaults_and_types(world_size: int) -> None:
+    run_ranks(_same_sizes, world_size)
+
+
+def _nothing(group: Group) -> None:
+    for ep_size in (1, group.world_size):
+        empty = moe_routing((0,) * group.world_size, 2 * group.world_size, 2, 0, ep_size=ep_size)
+        check_routing(group, empty, route(group, empty))
+        check_routing(group, empty, route(group, empty, capacity=5))
+    dropped = moe_routing((3,) * group.world_size, 4, 2, 0)
+    dropped = MoeRouting(
+        dropped.sizes, 4, 1, tuple(-torch.ones_like(ids) for ids in dropped.expert_ids), dropped.weights
+    )
+    found = route(group, dropped)
+    check_routing(group, dropped, found)
+    assert found.counts.tolist() == [0] * 4 and (found.rows.positions == -1).all()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_tokens_and_no_choices(world_size: int) -> None:
+    run_ranks(_nothing, world_size)
+
+
+OUT_OF_RANGE = (-1, -2, -(2**31), 8, 9, 1000, 2**31 - 1)
+TOO_WIDE = (2**31, 2**32, 2**32 + 3, -(2**32) + 1, 2**63 - 1, -(2**63))
+
+
+def _out_of_range(group: Group) -> None:
+    """A number that is no expert's is a choice that was dropped, also one that 32 bits are not enough for."""
+    for dtype, wrong in ((torch.int32, OUT_OF_RANGE), (torch.int64, OUT_OF_RANGE + TOO_WIDE)):
+        for ep_size in (1, 2):
+            ids = torch.tensor([[3, number] for number in wrong], dtype=dtype)
+            sizes = (len(wrong),) * group.world_size
+            case = MoeRouting(sizes, 8, ep_size, (ids.long(),) * 2, (torch.rand(len(wrong), 2),) * 2)
+            given = case.arguments(group.rank) | {"expert_ids": ids, "weights": case.weights[group.rank]}
+            found = tileflux.route(**given, group=group)
+            assert found.counts.sum() == (2 * len(wrong) if 3 in found.experts else 0)
+            assert found.counts.tolist() == case.counts(group.rank)
+            assert found.rows.positions.tolist()[1::2] == [-1] * (2 * len(wrong))
+
+
+def test_numbers_of_no_expert_are_dropped() -> None:
+    run_ranks(_out_of_range, 2)
+
+
+def _capacity(group: Group) -> None:
+    case = moe_routing((9, 4), 4, 2, 1, ep_size=2)
+    wanted = len(case.rows(group.rank))
+    # On one rank too few, on the other more than enough: only the first knows.
+    other = len(case.rows(1 - group.rank))
+    assert wanted > 3 and other > 3
+    found = route(group, case, capacity=wanted)
+    check_routing(group, case, found)
+    assert found.capacity == wanted and int(found.num_missing) == 0
+    roomy = route(group, case, capacity=wanted + 50)
+    check_routing(group, case, roomy)
+    for missing in (1, 3, wanted):
+        tight = route(group, case, capacity=wanted - missing if group.rank else 100)
+        if not group.rank:
+            check_routing(group, case, tight)
+            continue
+        message = (
+            f"{missing} of {wanted} rows did not fit on rank 1: capacity={wanted - missing} should be at least {wanted}"
+        )
+        for ask in (tight.ensure_fits, tight.synchronize):
+            with pytest.raises(CapacityExceeded, match=message):
+                ask()
+        # What fits is in order, and nothing points behind it.
+        kept = [row.slot for row in case.rows(1)][: wanted - missing]
+        assert tight.rows.slots.tolist() == kept and int(tight.counts.sum()) == len(kept)
+        assert int(tight.rows.positions.max()) == len(kept) - 1
+
+
+def test_capacity() -> None:
+    run_ranks(_capacity, 2)
+
+
+def _refused_by_op(group: Group) -> None:
+    """An op does not run on rows that are not all there, and the group is still good for the next call."""
+    case = moe_routing((4, 4), 4, 2, 1)
+    x, weight = torch.ones(4, 3), torch.ones(4, 5, 3)
+    tight = route(group, case, capacity=15)
+    with pytest.raises(CapacityExceeded, match="1 of 16 rows did not fit on rank"):
+        tileflux.moe_ag_gemm(x, weight, tight)
+    assert torch.equal(tileflux.moe_ag_gemm(x, weight, route(group, case)), torch.full((16, 5), 3.0))
+
+
+def test_ops_refuse_what_did_not_fit() -> None:
+    run_ranks(_refused_by_op, 2)
+
+
+def _many_experts(group: Group) -> None:
+    for num_experts in (512, 1024):
+        for ep_size in (1, 2):
+            for kind in ("uniform", "skewed"):
+                case = moe_routing((70, 33), num_experts, 8, num_experts, ep_size=ep_size, kind=kind)  # type: ignore[arg-type]
+                check_routing(group, case, route(group, case, block_m=16))
+
+
+def test_many_experts() -> None:
+    run_ranks(_many_experts, 2)
+
+
+def _refusals(group: Group) -> None:
+    ids, weights = torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2)
+
+    def call(ids: Any = ids, weights: Any = weights, **changes: Any) -> None:
+        tileflux.route(ids, weights, **({"num_experts": 4, "group": group} | changes))
+
+    for message, given in (
+        ("route: group should be a tileflux.Group, not str", {"group": "world"}),
+        ("route: expert_ids should be a tensor, not list", {"ids": [[0]]}),
+        ("route: weights should be a tensor, not float", {"weights": 1.0}),
+        ("route: expert_ids is on meta but the group is on cpu; move it there", {"ids": ids.to("meta")}),
+        ("route: weights is on meta but the group is on cpu; move it there", {"weights": weights.to("meta")}),
+        (r"route: expert_ids \(4, 2\) and weights \(4, 1\) should both be \[tokens, k\]", {"weights": weights[:, :1]}),
+        (r"route: expert_ids \(4,\) and weights \(4,\) should both be", {"ids": ids[:, 0], "weights": weights[:, 0]}),
+        ("expert_ids should be int32 or int64 and weights floating, not torch.float32", {"ids": weights}),
+        ("expert_ids should be int32 or int64 and weights floating, not torch.int16", {"ids": ids.short()}),
+        ("expert_ids should be int32 or int64 and weights floating, not torch.int64, torch.int64", {"weights": ids}),
+        ("route: num_experts=0 should be from 1 to 1024", {"num_experts": 0}),
+        ("route: num_experts=1025 should be from 1 to 1024", {"num_experts": 1025}),
+        ("route: ep_size=0 should divide the 2 ranks and the 4 experts", {"ep_size": 0}),
+        ("route: ep_size=-1 should divide the 2 ranks and the 4 experts", {"ep_size": -1}),
+        ("route: ep_size=4 should divide the 2 ranks and the 4 experts", {"ep_size": 4}),
+        ("route: ep_size=2 should divide the 2 ranks and the 3 experts", {"ep_size": 2, "num_experts": 3}),
+        (rf"route: expert_ids has 4 rows but sizes\[{group.rank}\] is 3", {"sizes": [3, 3]}),
+        (r"route: sizes=\[4\] has 1 entries for 2 ranks", {"sizes": [4]}),
+        (r"route: sizes=\[4, -1\] has a negative entry", {"sizes": [4, -1]}),
+        ("route: capacity=-1 should not be negative", {"capacity": -1}),
+        (
+            r"expert_ids \(4, 0\) and weights \(4, 0\) .* with one choice",
+            {"ids": ids[:, :0], "weights": weights[:, :0]},
+        ),
+        *((f"route: block_m={n} should be a power of two from 16 to 1024", {"block_m": n}) for n in (0, 8, 24, 2048)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(**given)
+    call()  # nobody has been left waiting
+
+
+def test_refusals() -> None:
+    run_ranks(_refusals, 2)
