@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tileflux.config import GROUPS
-from tileflux.kernels.groups import Groups, SortedRows, cut_tiles, max_tiles, sort_rows, sources_of
+from tileflux.kernels.groups import (
+    Groups,
+    SortedRows,
+    cut_tiles,
+    max_tiles,
+    sort_rows,
+    sources_of,
+    sum_choices,
+)
 
 CPU = torch.device("cpu")
 BLOCKS = st.sampled_from([1, 2, 3, 16, 64, 128])
@@ -77,8 +85,8 @@ class Choices:
 
     def cut(self, block_m: int, picks: bool = False) -> Groups:
         """What is tested."""
-        rows = self.sort()
-        return cut_tiles(rows, self.capacity, block_m, picks=rows.slots // self.top_k if picks else None)
+        weights = torch.rand(len(self.ids), self.top_k) if picks else None
+        return cut_tiles(self.sort(), self.capacity, block_m, weights)
 
 
 @st.composite
@@ -181,12 +189,23 @@ def test_every_row_is_in_one_tile(choices: Choices, block_m: int) -> None:
 @settings(deadline=None)
 @given(drawn_choices(), BLOCKS)
 def test_picked_rows_lie_behind_the_tiles(choices: Choices, block_m: int) -> None:
-    groups = choices.cut(block_m, picks=True)
+    weights, rows = torch.rand(len(choices.ids), choices.top_k), choices.sort()
+    groups = cut_tiles(rows, choices.capacity, block_m, weights)
     check_tiles(choices, groups, block_m)
-    picks = groups.index[groups.index[GROUPS.rows] :].tolist()
-    assert len(picks) == choices.capacity
-    rows = choices.rows()
-    assert picks[: len(rows)] == [row.slot // choices.top_k for row in rows]
+    tokens = [row.slot // choices.top_k for row in choices.rows()]
+    assert groups.tokens.shape == (choices.capacity,) and groups.tokens[: len(tokens)].tolist() == tokens
+    assert torch.equal(groups.positions, rows.positions.view(weights.shape)) and torch.equal(groups.weights, weights)
+    index, num_slots = groups.index, weights.numel()
+    assert index[GROUPS.top_k] == choices.top_k
+    # As a kernel finds them.
+    for name, wanted in (
+        ("rows", groups.tokens),
+        ("positions", rows.positions),
+        ("weights", weights.view(torch.int32)),
+    ):
+        place = int(index[getattr(GROUPS, name)])
+        assert torch.equal(index[place : place + wanted.numel()], wanted.flatten())
+    assert len(index) == int(index[GROUPS.weights]) + num_slots
 
 
 @settings(deadline=None)
@@ -287,5 +306,22 @@ def test_nothing_is_asked_of_the_device() -> None:
     """Tensors without values would refuse it; a CUDA graph, too."""
     ids = torch.zeros((40, 3), dtype=torch.int32, device="meta")
     rows = sort_rows(ids, sources_of((15, 25), 0, torch.device("meta")), range(8), 2, 100)
-    groups = cut_tiles(rows, 100, 16, picks=rows.slots // 3).of_stage(1)
-    assert groups.index.shape == (GROUPS.tiles + GROUPS.tile_words * max_tiles(100, 8, 16) + 100,)
+    groups = cut_tiles(rows, 100, 16, torch.rand(40, 3, device="meta")).of_stage(1)
+    assert groups.index.shape == (GROUPS.tiles + GROUPS.tile_words * max_tiles(100, 8, 16) + 100 + 2 * 120,)
+
+
+@settings(deadline=None)
+@given(drawn_choices(), st.booleans())
+def test_a_tokens_choices_are_added_up_in_their_order(choices: Choices, weighted: bool) -> None:
+    rows, weights = choices.sort(), torch.rand(len(choices.ids), choices.top_k)
+    values = torch.rand(choices.capacity, 3)
+    positions = rows.positions.view(weights.shape)
+    found = sum_choices(values, positions, weights if weighted else None)
+    total = torch.zeros(len(choices.ids), 3)
+    for token, places in enumerate(positions.tolist()):
+        for choice, place in enumerate(places):
+            if place >= 0:
+                total[token] += values[place] * (weights[token, choice] if weighted else 1.0)
+    assert torch.equal(found, total)
+    values[len(choices.rows()) :] = torch.nan
+    assert torch.equal(sum_choices(values, positions, weights if weighted else None), total), "rows of nobody"

@@ -65,7 +65,8 @@ def moe_gemm_rs(
     routing.ensure_fits()
     arguments: list[Any] = [
         h, weight, routing.own_weights, _dense.as_scale(scale_h, h), _dense.as_scale(scale_weight, h),
-        *_moe.routing_arguments(routing), _dense.out_type("moe_gemm_rs", h, out_dtype), strategy, _dense.config_text(config),
+        *_moe.routing_arguments(routing), _dense.out_type("moe_gemm_rs", h, out_dtype), strategy,
+        _dense.config_text(config),
     ]  # fmt: skip
     result: torch.Tensor = torch.ops.tileflux.moe_gemm_rs(*arguments) if out is None else _run(*arguments, *[out])
     return result
