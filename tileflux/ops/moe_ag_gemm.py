@@ -188,7 +188,8 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     num_tokens, capacity, counts = sum(ctx.rows), ctx.capacity, offsets.diff()
     groups = Groups(index, len(weights[0]), ctx.block_m, capacity, num_tokens, ctx.top_k)
     is_used = (torch.arange(capacity, device=x.device) < offsets[-1])[:, None]
-    typed = [torch.where(is_used, grad, 0).to(x.dtype) for grad in grads[: len(weights)]]
+    of_rows = [torch.where(is_used, grad, 0) for grad in grads[: len(weights)]]
+    typed = [grad.to(x.dtype) for grad in of_rows]
     by_row = torch.zeros((capacity, x.shape[1]), dtype=torch.float32, device=x.device)
     for grad, weight in zip(typed, weights, strict=True):
         turned = weight.transpose(1, 2)
@@ -205,7 +206,7 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     ]
     ones = torch.ones((capacity, 1), dtype=torch.float32, device=x.device)
     grad_biases = [
-        _moe.by_expert(typed[i].float(), ones, offsets)[:, :, 0].to(dtype) for i, dtype in enumerate(ctx.bias_dtypes)
+        _moe.by_expert(of_rows[i].float(), ones, offsets)[:, :, 0].to(dtype) for i, dtype in enumerate(ctx.bias_dtypes)
     ]
     return grad_x, grad_weights, grad_biases, None, [], *([None] * 12)
 
