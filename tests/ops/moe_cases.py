@@ -15,7 +15,16 @@ from tileflux.ops.routing import Routing
 from tileflux.symm.group import Group
 from tileflux.testing import assert_close
 from tileflux.testing.dense import ACTIVATIONS, SCALED_DTYPES
-from tileflux.testing.moe import ROUTING_KINDS, MoeCase, expected_ag, moe_ag_case, moe_routing
+from tileflux.testing.moe import (
+    ROUTING_KINDS,
+    MoeCase,
+    MoeRouting,
+    expected_ag,
+    expected_rs,
+    moe_ag_case,
+    moe_routing,
+    moe_rs_case,
+)
 from tileflux.testing.numerics import poisoned
 
 from .dense_cases import FP8, OUT_DTYPES, SMALL, drawn_layout, interpreted
@@ -52,6 +61,25 @@ def drawn_case(world_size: int, dtype: torch.dtype, draws: random.Random, tokens
     return case
 
 
+def drawn_rs_case(world_size: int, dtype: torch.dtype, draws: random.Random, tokens: int = 24) -> MoeCase:
+    """The same for the second layer."""
+    first = drawn_case(world_size, dtype, draws, tokens).routing
+    is_scaled = dtype in SCALED_DTYPES
+    options: dict[str, Any] = {
+        "scales": draws.choice(["none", "tensor", "expert", "channel"]) if is_scaled else "none",
+        "weight_dtype": draws.choice(FP8) if dtype in FP8 else None,
+        "out_dtype": draws.choice(OUT_DTYPES),
+    }
+    hidden, ffn = draws.choice((1, 5, 33, 70)), first.tp_size * draws.choice((1, 8, 17, 24))
+    return moe_rs_case(first, hidden, ffn, dtype, draws.randrange(2**32), **options)
+
+
+def drawn_room(routing: MoeRouting, draws: random.Random) -> int:
+    """Room for the rows of any rank: just enough, a little more, or for the worst case."""
+    most = max(len(routing.rows(rank)) for rank in range(routing.world_size))
+    return draws.choice((most, most + 3, sum(routing.sizes) * routing.top_k))
+
+
 def routed(group: Group, case: MoeCase, config: GemmConfig | None = None, **options: Any) -> Routing:
     if config is not None:
         options["block_m"] = config.block_m
@@ -66,8 +94,7 @@ def check_call(
     Whatever the backend, routes on the host: there is nothing to be seen in gathering a few numbers.
     """
     right = expected_ag(case, group.rank)
-    spare = draws.choice((0, 0, 3))
-    room = len(right) + spare if draws.random() < 0.5 else sum(case.routing.sizes) * case.routing.top_k
+    room = drawn_room(case.routing, draws)
     routing = routed(group, case, settings.get("config"), capacity=room)
     arguments = case.arguments(group.rank)
     arguments["x"] = drawn_layout(arguments["x"], draws)
@@ -80,3 +107,35 @@ def check_call(
     assert_close(result[: len(right)], right, dtype=case.out_dtype, reduction=case.num_terms, what=what)
     assert out is None or out[len(right) :].isnan().all(), f"{what}: written behind the last row"
     return result[: len(right)]
+
+
+def rs_arguments(case: MoeCase, rank: int, room: int) -> dict[str, Any]:
+    """What ``rank`` passes to ``moe_gemm_rs``: behind the last row is nothing that anybody may look at."""
+    given = case.arguments(rank)
+    rows, scale = given.pop("x"), given.pop("scale_x", None)
+    given["h"] = torch.cat((rows, poisoned((room - len(rows), rows.shape[1]), torch.float32).to(rows.dtype)))
+    if isinstance(scale, torch.Tensor) and scale.dim():
+        scale = torch.cat((scale, torch.full((room - len(rows),), torch.nan)))
+    return given if scale is None else given | {"scale_h": scale}
+
+
+def check_rs_call(
+    group: Group, case: MoeCase, draws: random.Random, backend: str = "host", op: str = "moe_gemm_rs", **settings: Any
+) -> torch.Tensor:
+    """One call of the second layer, compared with the exact tokens."""
+    right = expected_rs(case, group.rank)
+    if op == "moe_gemm_ar":
+        right = torch.cat([expected_rs(case, rank) for rank in range(group.world_size)])
+    room = drawn_room(case.routing, draws)
+    routing = routed(group, case, settings.get("config"), capacity=room)
+    if op == "moe_gemm_rs" and draws.random() < 0.7:
+        settings["out"] = poisoned(right.shape, case.out_dtype)
+    with on(backend):
+        result: torch.Tensor = getattr(tileflux, op)(
+            **rs_arguments(case, group.rank, room), routing=routing, **settings
+        )
+    settings.pop("out", None)
+    what = f"rank {group.rank}, {case.xs[0].dtype} {tuple(case.weights[0].shape)}, {case.routing.sizes}, {settings}"
+    assert result.shape == right.shape
+    assert_close(result, right, dtype=case.out_dtype, reduction=case.num_terms * group.world_size, what=what)
+    return result

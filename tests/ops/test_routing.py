@@ -157,7 +157,7 @@ def _capacity(group: Group) -> None:
     for room in (most, most + 50):
         found = route(group, case, capacity=room)
         check_routing(group, case, found)
-        assert found.capacity == room and int(found.num_missing) == 0
+        assert found.capacity == room and not found.num_missing
         found.synchronize()
     for missing in (1, 3, most):
         tight = route(group, case, capacity=most - missing)

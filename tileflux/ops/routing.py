@@ -52,9 +52,9 @@ class Routing:
     rows: SortedRows
     groups: Groups
     """Tiles of the sorted rows; they pick tokens."""
-    num_missing: torch.Tensor
+    num_missing: torch.Tensor | None
     """How many rows did not fit, on the ranks with the most: one number that the host can read; on a GPU it may come
-    late."""
+    late. None where all rows fit whatever is chosen."""
 
     @property
     def experts(self) -> range:
@@ -73,16 +73,8 @@ class Routing:
 
     def ensure_fits(self) -> None:
         """Raise ``CapacityExceeded`` if it is known by now that rows were left out. Every op asks before it runs."""
-        missing = int(self.num_missing)
-        if missing > 0:
-            error = CapacityExceeded(
-                f"{missing} of {self.capacity + missing} rows of a rank's experts did not fit: "
-                f"capacity={self.capacity} should be at least {self.capacity + missing}, or left away"
-            )
-            if self.group.device.type == "cuda":
-                # Ranks get to know at different times: some may have gone on.
-                self.group.mark_broken(error)
-            raise error
+        if self.num_missing is not None:
+            _raise_if_missing(self, self.num_missing)
 
     def synchronize(self) -> None:
         """Wait until it is known whether all rows fit, and raise ``CapacityExceeded`` if not."""
@@ -127,7 +119,7 @@ def route(
     experts, stages = _experts(group, num_experts, ep_size), sources_of(rows, group.rank, group.device)
     sorted_rows = sort_rows(ids, stages, experts, group.world_size, capacity)
     groups = cut_tiles(sorted_rows, capacity, block_m, gathered)
-    missing = _num_missing(ids, num_experts // ep_size, ep_size, capacity) if capacity < most else torch.zeros(())
+    missing = _num_missing(ids, num_experts // ep_size, ep_size, capacity) if capacity < most else None
     return Routing(
         group, num_experts, top_k, ep_size, rows, capacity, weights, gathered, sorted_rows, groups, missing
     )  # fmt: skip
@@ -146,6 +138,20 @@ def _num_missing(ids: torch.Tensor, num_each: int, num_sets: int, capacity: int)
     pinned = torch.zeros((), dtype=missing.dtype, pin_memory=True)
     pinned.copy_(missing, non_blocking=True)
     return pinned
+
+
+@eager_only
+def _raise_if_missing(routing: Routing, num_missing: torch.Tensor) -> None:
+    missing, group = int(num_missing), routing.group
+    if missing > 0:
+        error = CapacityExceeded(
+            f"{missing} of {routing.capacity + missing} rows of a rank's experts did not fit: "
+            f"capacity={routing.capacity} should be at least {routing.capacity + missing}, or left away"
+        )
+        if group.device.type == "cuda":
+            # Ranks get to know at different times: some may have gone on.
+            group.mark_broken(error)
+        raise error
 
 
 def _check(
