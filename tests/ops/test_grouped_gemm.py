@@ -380,6 +380,7 @@ REFUSALS: list[tuple[str, Arguments]] = [
     ("scale_weight should be float32 on cpu.* torch.float64", {**INT8, "scale_weight": torch.ones(2).double()}),
     ("scale_weight should be float32 on cpu.* on meta", {**INT8, "scale_weight": torch.ones(2, 5, device="meta")}),
     ("scale_weight should be a number or a float32 tensor, not str", {**INT8, "scale_weight": "1"}),
+    ("config should be a tileflux.GemmConfig, not dict", {"config": {}}),
     ("there is no gradient through activation='relu'", {"x": X.clone().requires_grad_(), "activation": "relu"}),
     ("there is no gradient through products of torch.int8", {**INT8, "bias": torch.ones(2, 5, requires_grad=True)}),
 ]  # fmt: skip
