@@ -17,6 +17,7 @@ import torch
 
 from tileflux import CommConfig, GemmConfig, ag_gemm, gemm_ar, gemm_rs, moe_ag_gemm, route
 from tileflux.kernels import dense, gemm_launch
+from tileflux.ops.routing import Routing
 from tileflux.symm.group import Group
 from tileflux.testing.dense import DenseCase, Scales, ag_case, expected, gathered, ragged_sizes, reduction, rs_case
 from tileflux.testing.moe import Kind, MoeCase, expected_ag, moe_ag_case, moe_routing
@@ -96,7 +97,7 @@ class Call:
 
 @dataclass(frozen=True)
 class MoeCall(Call):
-    """One call of an op of experts, after the routing that it needs; ``rows`` are tokens.
+    """One call of an op of experts; ``rows`` are tokens.
 
     Experts are so few that a tile has tokens of several ranks, and some ranks' experts may get none.
     """
@@ -110,10 +111,15 @@ class MoeCall(Call):
         """The problem, the same on every rank."""
         return _moe_case(self, world_size, seed)
 
-    def run(self, group: Group, seed: int) -> None:
-        """Route and call, and compare the rows with the exact ones, and what is behind them with what was there."""
+    def routed(self, group: Group, seed: int) -> Routing:
+        """What the call needs. Collective: between two calls it would keep ranks from being ahead of each other."""
+        arguments = self.moe_case(group.world_size, seed).routing.arguments(group.rank)
+        return route(**arguments, group=group, block_m=self.config.block_m)
+
+    def run(self, group: Group, seed: int, routing: Routing | None = None) -> None:
+        """Make the call, and compare the rows with the exact ones, and what is behind them with what was there."""
         case, rank = self.moe_case(group.world_size, seed), group.rank
-        routing = route(**case.routing.arguments(rank), group=group, block_m=self.config.block_m)
+        routing = routing or self.routed(group, seed)
         given, right = case.arguments(rank), expected_ag(case, rank)
         weight = given.pop("weight")
         orders = [torch.arange(weight.shape[1]).roll(shift) for shift in range(self.num_weights)]
@@ -165,11 +171,11 @@ _GATHER = (
 )
 """A rank without columns multiplies nothing, and might give its buffer back before all rows have come."""
 _EXPERTS = (
-    MoeCall("moe_ag_gemm", 9, ragged=True, returns_rows=True, kind="dropped"),
-    MoeCall("moe_ag_gemm", 9, depth=32, ragged=True, num_weights=2, spreads=True, **_INT8),
     MoeCall("moe_ag_gemm", 3, kind="one_expert", spreads=True),
+    MoeCall("moe_ag_gemm", 9, depth=32, ragged=True, num_weights=2, spreads=True, **_INT8),
+    MoeCall("moe_ag_gemm", 9, ragged=True, returns_rows=True, kind="dropped"),
 )
-"""All tokens to one expert: whose experts get none multiplies nothing, and still waits for everybody's tokens."""
+"""All tokens to one expert: whose experts get none multiplies nothing, and might give its buffer back too early."""
 _SCATTER = (
     Call("gemm_rs", 2),
     Call("gemm_rs", 9, columns=32, ragged=True),
@@ -212,7 +218,7 @@ PROTOCOLS: dict[str, tuple[Call, ...]] = {
     "ag_gemm fused, chunks": _with(_GATHER[::2], rows=130, columns=16, ragged=True, config=TALL),
     "ag_gemm pipelined": _with(_GATHER, strategy="pipelined"),
     "moe_ag_gemm fused": _EXPERTS,
-    "moe_ag_gemm pipelined": _with(_EXPERTS[1:], strategy="pipelined"),
+    "moe_ag_gemm pipelined": _with(_EXPERTS, strategy="pipelined"),
     "gemm_rs fused": _SCATTER,
     "gemm_rs pipelined": _with(_SCATTER, strategy="pipelined"),
     "gemm_ar one_shot": _SPREAD,
@@ -242,9 +248,14 @@ def calls(protocol: str, world_size: int) -> tuple[Call, ...]:
 
 
 def run_protocol(group: Group, protocol: str, seed: int) -> None:
-    """What one rank does."""
-    for number, call in enumerate(calls(protocol, group.world_size)):
-        call.run(group, 1000 * seed + number)
+    """What one rank does: all routing first, then call after call."""
+    numbered = [(call, 1000 * seed + number) for number, call in enumerate(calls(protocol, group.world_size))]
+    routings = [call.routed(group, each) if isinstance(call, MoeCall) else None for call, each in numbered]
+    for (call, each), routing in zip(numbered, routings, strict=True):
+        if isinstance(call, MoeCall):
+            call.run(group, each, routing)
+        else:
+            call.run(group, each)
 
 
 def simulate_protocol(
