@@ -13,6 +13,7 @@ from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_hopper_launch
 from tileflux.kernels.gemm_hopper_launch import _Flags, hopper_family, make_hopper_spec, why_not_hopper
 from tileflux.kernels.gemm_shared import Launch
+from tileflux.kernels.groups import Groups
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.roles import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
 from tileflux.testing.hopper_cases import TILES, hopper_config
@@ -24,6 +25,17 @@ def operands(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Operands:
     x, weight = torch.zeros(512, 256, dtype=dtype), torch.zeros(512, 256, dtype=dtype)
     out = torch.zeros(512, 512, dtype=torch.bfloat16)
     return dataclasses.replace(Operands(x, weight, out), **changes)
+
+
+def groups(picks_rows: bool = False) -> Groups:
+    return Groups(torch.zeros(4, dtype=torch.int32), 2, 128, 8, picks_rows)
+
+
+def test_it_takes_rows_that_are_sorted_by_expert() -> None:
+    given = operands(groups=groups(), out=torch.zeros(512, 256, dtype=torch.bfloat16))
+    assert why_not_hopper(given, PLAIN, hopper_config(128, 256)) is None
+    spec = make_hopper_spec(given, launch(hopper_config(128, 256)), None)
+    assert spec.is_grouped and not spec.out_by_tma  # behind a tile's last row may be another expert's
 
 
 @pytest.mark.parametrize("role", [PLAIN, ARRIVING, GATHER, GATHERED, SCATTER, STAGE, SPREAD])
@@ -58,6 +70,8 @@ def test_it_takes_what_it_is_for(role: Any) -> None:
         ),
         (operands(activation="swiglu"), hopper_config(128, 256), PLAIN),
         (operands(activation="gelu"), hopper_config(128, 256), ARRIVING),
+        (operands(activation="gelu", groups=groups()), hopper_config(128, 256), PLAIN),
+        (operands(groups=groups(picks_rows=True)), hopper_config(128, 256), PLAIN),
         (
             operands(torch.float8_e4m3fn, scale_x=torch.ones(512)),
             hopper_config(128, 128, torch.float8_e4m3fn),

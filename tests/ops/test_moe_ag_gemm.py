@@ -163,17 +163,18 @@ def test_gathered_rows(backend: str, world_size: int) -> None:
 def _back_to_back(group: Group, strategy: str, backend: str) -> None:
     """Nobody meets anybody between calls, and no two calls are alike: ranks run ahead by as much as they can."""
     draws, waiting, is_slow = random.Random(7), [], backend == "interpret"
-    for call in range(4 if is_slow else 15):
-        case = drawn_case(group.world_size, draws.choice((torch.float32, torch.int8)), draws, 10 if is_slow else 24)
-        routing = routed(group, case, SMALL)
-        if call % group.world_size == group.rank:
-            time.sleep(0.005)
-        with on(backend):
-            for _ in range(2):
-                result = tileflux.moe_ag_gemm(
-                    **case.arguments(group.rank), routing=routing, strategy=strategy, config=SMALL
-                )
-                waiting.append((case, result))
+    cases = [
+        drawn_case(group.world_size, draws.choice((torch.float32, torch.int8)), draws, 10 if is_slow else 24)
+        for _ in range(4 if is_slow else 15)
+    ]
+    routings = [routed(group, case, SMALL) for case in cases]  # beforehand, since this is where ranks meet
+    with on(backend):
+        for call, (case, routing) in enumerate(2 * list(zip(cases, routings, strict=True))):
+            if call % group.world_size == group.rank:
+                time.sleep(0.005)
+            arguments = case.arguments(group.rank)
+            result = tileflux.moe_ag_gemm(**arguments, routing=routing, strategy=strategy, config=SMALL)
+            waiting.append((case, result))
     for number, (case, result) in enumerate(waiting):
         right = expected_ag(case, group.rank)
         what = f"call {number} on rank {group.rank}"

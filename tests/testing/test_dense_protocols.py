@@ -33,7 +33,7 @@ from tileflux.lang.turn import (
     word,
 )
 from tileflux.testing import dense_protocols
-from tileflux.testing.dense_protocols import PROTOCOLS, Call, calls, simulate_protocol
+from tileflux.testing.dense_protocols import PROTOCOLS, Call, MoeCall, calls, simulate_protocol
 
 pytestmark = pytest.mark.skipif(not env.interpreting(), reason="kernels were not decorated for the interpreter")
 
@@ -91,6 +91,17 @@ def _impatient_scatter_tile(value, out, place, table, SPEC: tl.constexpr):
         _sum_tile(value.shape, out, place, table, SPEC)
 
 
+@triton.jit
+def _hasty_wait_for_stages(table, stage, chunk, SPEC: tl.constexpr):
+    """Without the rank that arrives last."""
+    policy.wait_for_stages(table, stage - 1, chunk, SPEC)
+
+
+def _plant_stages(patch: Patch) -> None:
+    feeding = replace(dense.GATHERING_GROUPED.feeding, wait=_hasty_wait_for_stages)
+    patch.setattr(dense, "GATHERING_GROUPED", dense.GATHERING_GROUPED._replace(feeding=feeding))
+
+
 def _plant_flags_by_plan(patch: Patch) -> None:
     original = Turn.words
 
@@ -131,6 +142,7 @@ BUGS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
         2,
     ),
     "the first program gives back": (lambda p: p.setattr(tiles, "release", _hasty_release), "ag_gemm fused", 2),
+    "a tile does not wait for the last of its ranks": (_plant_stages, "moe_ag_gemm fused", 3),
     "no tile waits for its slot": (_plant_scatter(wait=policy.wait_for_nothing), "gemm_rs fused", 2),
     "a sum does not wait for a neighbour": (_plant_scatter(finish=_impatient_scatter_tile), "gemm_rs fused", 2),
     "halves do not alternate": (_plant_same_half, "gemm_rs fused", 2),
@@ -231,11 +243,44 @@ def test_several_weights_and_gathered_rows_are_compared(monkeypatch: Patch) -> N
     group.close()
 
 
+def test_rows_of_experts_are_compared(monkeypatch: Patch) -> None:
+    call = next(call for call in PROTOCOLS["moe_ag_gemm fused"] if call.returns_rows)
+    real = dense_protocols.moe_ag_gemm
+
+    def wrong_rows(**arguments: Any) -> Any:
+        values, rows = real(**arguments)
+        return values, rows.flip(0)
+
+    def nothing_written(**arguments: Any) -> Any:
+        return real(**arguments | {"out": None})
+
+    def too_much_written(**arguments: Any) -> Any:
+        result = real(**arguments)
+        arguments["out"][0][-1] = 0.0
+        return result
+
+    def another_expert(**arguments: Any) -> Any:
+        return real(**arguments | {"weight": [weight.roll(1, 0) for weight in arguments["weight"]]})
+
+    (group,) = tileflux.local_groups(1)
+    call.run(group, 5)
+    for wrong, message in (
+        (wrong_rows, "the gathered rows"),
+        (nothing_written, "elements are NaN"),
+        (too_much_written, "written behind the last row"),
+        (another_expert, "off by more than rounding"),
+    ):
+        monkeypatch.setattr(dense_protocols, "moe_ag_gemm", wrong)
+        with pytest.raises(AssertionError, match=message):
+            call.run(group, 5)
+    group.close()
+
+
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_calls_of_a_large_world_are_few_and_of_the_same_ops(protocol: str) -> None:
     many, few = calls(protocol, 2), calls(protocol, 8)
     assert many == PROTOCOLS[protocol] and 2 <= len(few) <= 3
     assert {call.op for call in few} == {call.op for call in many}
     for call in few:
-        rows = max(call.case(8, 0).sizes)
+        rows = max(call.moe_case(8, 0).routing.sizes if isinstance(call, MoeCall) else call.case(8, 0).sizes)
         assert rows <= call.config.block_m and (call.config.num_chunks == 1 or rows > 256)

@@ -92,7 +92,9 @@ def why_not_hopper(operands: Operands, role: Role, config: GemmConfig) -> str | 
         return f"{tile}: it has 64, 128 or 256 rows, from {_PIECE} columns on, as far as registers go"
     if config.block_k * x.element_size() != _ROW_BYTES or config.num_warps != num_warps:
         return f"{tile}: it wants {_ROW_BYTES // x.element_size()} of K, and {num_warps} warps"
-    if accumulators == _MAX_ACCUMULATORS and operands.activation == "gelu" and role.awaits_rows:
+    # Grouped rows are stored by threads, which takes registers, too.
+    is_tight = role.awaits_rows or operands.groups is not None
+    if accumulators == _MAX_ACCUMULATORS and operands.activation == "gelu" and is_tight:
         return f"{tile} and gelu leave it too few registers"
     if role.gathers and operands.scale_x is not None and operands.scale_x.dim():
         return "scales of gathered rows come in another place than one's own"

@@ -1,4 +1,4 @@
-"""Calls of the dense ops that put their protocol to the test under the simulator, and checks of every result.
+"""Calls of the dense ops, and of those of experts, that put their protocol to the test under the simulator.
 
 A protocol is a few calls in a row on one group: so many that a rank can be a call ahead of another, that both halves
 of a buffer are used and used again, and that regions grow between calls. Shapes are the smallest that do it: what the
@@ -15,14 +15,16 @@ from unittest import mock
 
 import torch
 
-from tileflux import CommConfig, GemmConfig, ag_gemm, gemm_ar, gemm_rs
+from tileflux import CommConfig, GemmConfig, ag_gemm, gemm_ar, gemm_rs, moe_ag_gemm, route
 from tileflux.kernels import dense, gemm_launch
+from tileflux.ops.routing import Routing
 from tileflux.symm.group import Group
-from tileflux.testing.dense import DenseCase, Scales, ag_case, expected, gathered, reduction, rs_case
+from tileflux.testing.dense import DenseCase, Scales, ag_case, expected, gathered, ragged_sizes, reduction, rs_case
+from tileflux.testing.moe import Kind, MoeCase, expected_ag, moe_ag_case, moe_routing
 from tileflux.testing.numerics import assert_close, poisoned
 from tileflux.testing.simulator import simulate
 
-__all__ = ["COMM", "PROTOCOLS", "Call", "calls", "run_protocol", "simulate_protocol"]
+__all__ = ["COMM", "PROTOCOLS", "Call", "MoeCall", "calls", "run_protocol", "simulate_protocol"]
 
 COMM = CommConfig(num_lanes=2, slot_bytes=256, min_lane_bytes=64)
 TILES = GemmConfig(16, 16, 16, group_m=2, num_warps=4, num_sms=4, num_feeders=2)
@@ -93,6 +95,50 @@ class Call:
             assert_close(out, right[:, order], dtype=case.out_dtype, reduction=reduction(case, self.op), what=what)
 
 
+@dataclass(frozen=True)
+class MoeCall(Call):
+    """One call of an op of experts; ``rows`` are tokens.
+
+    Experts are so few that a tile has tokens of several ranks, and some ranks' experts may get none.
+    """
+
+    kind: Kind = "uniform"
+    num_experts: int = 2
+    spreads: bool = False
+    """Every rank has experts of its own, as many as ``num_experts``; else a part of all."""
+
+    def moe_case(self, world_size: int, seed: int) -> MoeCase:
+        """The problem, the same on every rank."""
+        return _moe_case(self, world_size, seed)
+
+    def routed(self, group: Group, seed: int) -> Routing:
+        """What the call needs. Collective: between two calls it would keep ranks from being ahead of each other."""
+        arguments = self.moe_case(group.world_size, seed).routing.arguments(group.rank)
+        return route(**arguments, group=group, block_m=self.config.block_m)
+
+    def run(self, group: Group, seed: int, routing: Routing | None = None) -> None:
+        """Make the call, and compare the rows with the exact ones, and what is behind them with what was there."""
+        case, rank = self.moe_case(group.world_size, seed), group.rank
+        routing = routing or self.routed(group, seed)
+        given, right = case.arguments(rank), expected_ag(case, rank)
+        weight = given.pop("weight")
+        orders = [torch.arange(weight.shape[1]).roll(shift) for shift in range(self.num_weights)]
+        for name in {"bias", "scale_weight"} & given.keys():
+            given[name] = [given[name][:, order] for order in orders]
+        outs = [poisoned((routing.capacity, right.shape[1]), case.out_dtype) for _ in orders]
+        result = moe_ag_gemm(
+            weight=[weight[:, order].contiguous() for order in orders], routing=routing, **given, out=outs,
+            strategy=self.strategy, config=self.config, return_gathered=self.returns_rows,
+        )  # fmt: skip
+        what = f"{self.op} {self.strategy} on rank {rank}"
+        if self.returns_rows:
+            assert torch.equal(result[1], torch.cat(case.xs)), f"{what}: the gathered rows"
+        for out, order in zip(outs, orders, strict=True):
+            rows, rest = out[: len(right)], out[len(right) :]
+            assert_close(rows, right[:, order], dtype=case.out_dtype, reduction=case.num_terms, what=what)
+            assert rest.isnan().all(), f"{what}: written behind the last row"
+
+
 def _reordered(values: float | torch.Tensor, order: torch.Tensor) -> float | torch.Tensor:
     return values[order] if isinstance(values, torch.Tensor) and values.dim() else values
 
@@ -107,6 +153,15 @@ def _case(call: Call, world_size: int, seed: int) -> DenseCase:
     return rs_case(world_size, shape, call.dtype, seed, ragged=call.ragged, scales=call.scales, bias=True)
 
 
+@functools.lru_cache(maxsize=64)
+def _moe_case(call: MoeCall, world_size: int, seed: int) -> MoeCase:
+    sizes = ragged_sizes(call.rows * world_size, world_size, seed) if call.ragged else (call.rows,) * world_size
+    ep_size = world_size if call.spreads else 1
+    routing = moe_routing(sizes, call.num_experts * ep_size, 2, seed, ep_size=ep_size, kind=call.kind)
+    ffn = call.columns * routing.tp_size
+    return moe_ag_case(routing, call.depth, ffn, call.dtype, seed, scales=call.scales, bias=True)
+
+
 _INT8: dict[str, Any] = {"dtype": torch.int8, "scales": "channel"}
 _GATHER = (
     Call("ag_gemm", 9, ragged=True, returns_rows=True),
@@ -115,6 +170,12 @@ _GATHER = (
     Call("ag_gemm", 2),
 )
 """A rank without columns multiplies nothing, and might give its buffer back before all rows have come."""
+_EXPERTS = (
+    MoeCall("moe_ag_gemm", 3, kind="one_expert", spreads=True),
+    MoeCall("moe_ag_gemm", 9, depth=32, ragged=True, num_weights=2, spreads=True, **_INT8),
+    MoeCall("moe_ag_gemm", 9, ragged=True, returns_rows=True, kind="dropped"),
+)
+"""All tokens to one expert: whose experts get none multiplies nothing, and might give its buffer back too early."""
 _SCATTER = (
     Call("gemm_rs", 2),
     Call("gemm_rs", 9, columns=32, ragged=True),
@@ -156,6 +217,8 @@ PROTOCOLS: dict[str, tuple[Call, ...]] = {
     "ag_gemm fused": _GATHER,
     "ag_gemm fused, chunks": _with(_GATHER[::2], rows=130, columns=16, ragged=True, config=TALL),
     "ag_gemm pipelined": _with(_GATHER, strategy="pipelined"),
+    "moe_ag_gemm fused": _EXPERTS,
+    "moe_ag_gemm pipelined": _with(_EXPERTS, strategy="pipelined"),
     "gemm_rs fused": _SCATTER,
     "gemm_rs pipelined": _with(_SCATTER, strategy="pipelined"),
     "gemm_ar one_shot": _SPREAD,
@@ -167,7 +230,7 @@ PROTOCOLS: dict[str, tuple[Call, ...]] = {
 
 _ONE_OF_EACH_OP = {"many tiles": _MANY_TILES[:3], "mixed": (_MIXED[0], _MIXED[3], _MIXED[2])}
 _LARGE_WORLD = 5
-_SMALLEST = {"ag_gemm": 2, "gemm_rs": 2, "gemm_ar": 9}
+_SMALLEST = {"ag_gemm": 2, "moe_ag_gemm": 2, "gemm_rs": 2, "gemm_ar": 9}
 
 
 def calls(protocol: str, world_size: int) -> tuple[Call, ...]:
@@ -185,9 +248,14 @@ def calls(protocol: str, world_size: int) -> tuple[Call, ...]:
 
 
 def run_protocol(group: Group, protocol: str, seed: int) -> None:
-    """What one rank does."""
-    for number, call in enumerate(calls(protocol, group.world_size)):
-        call.run(group, 1000 * seed + number)
+    """What one rank does: all routing first, then call after call."""
+    numbered = [(call, 1000 * seed + number) for number, call in enumerate(calls(protocol, group.world_size))]
+    routings = [call.routed(group, each) if isinstance(call, MoeCall) else None for call, each in numbered]
+    for (call, each), routing in zip(numbered, routings, strict=True):
+        if isinstance(call, MoeCall):
+            call.run(group, each, routing)
+        else:
+            call.run(group, each)
 
 
 def simulate_protocol(

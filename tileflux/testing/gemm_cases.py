@@ -5,14 +5,28 @@ A case names its ``GemmSpec`` as ``tileflux.testing.gemm_cases:SPECS.<name>``: t
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import torch
 
 from tileflux.config import GemmConfig, GemmProblem
 from tileflux.kernels.gemm_launch import MAX_REGISTERS
+from tileflux.kernels.groups import Groups
 from tileflux.kernels.operands import ELEMENTS, GemmSpec, Operands, Role, make_spec
-from tileflux.kernels.roles import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
+from tileflux.kernels.roles import (
+    ARRIVING,
+    ARRIVING_GROUPED,
+    GATHER,
+    GATHER_GROUPED,
+    GATHERED,
+    GATHERED_GROUPED,
+    PLAIN,
+    SCATTER,
+    SPREAD,
+    STAGE,
+)
+from tileflux.ops._moe import tiles_for
 from tileflux.testing.compile_gate import ARCHITECTURES, CompileCase, Imported
 from tileflux.tune.lookup import HEAVY, lookup
 
@@ -25,35 +39,39 @@ _WORLD = 8
 _SMS = {80: 108, 89: 142, 90: 132, 100: 148}
 _POLICIES = "tileflux.lang.policy"
 _ORDERS = "tileflux.lang.schedule"
+_PLAIN_ENDS = (PLAIN, GATHERED, GATHERED_GROUPED)
+"""Roles that wait for nobody and, as compiled here, tell nobody."""
 
 
-def _config(role: Role, dtype: torch.dtype, arch: int, m: int, heavy: bool) -> GemmConfig:
+def _config(role: Role, dtype: torch.dtype, arch: int, m: int, activation: str | None, block_m: int) -> GemmConfig:
     op = role.name.split(",")[0]
     world_size = 1 if role is PLAIN else _WORLD
-    problem = GemmProblem(op, m, 4096, 4096, world_size, str(dtype).removeprefix("torch."), heavy, arch, _SMS[arch])
-    return lookup(problem).config
+    kind, heavy = str(dtype).removeprefix("torch."), activation in HEAVY
+    problem = GemmProblem(op, m, 4096, 4096, world_size, kind, heavy, arch, _SMS[arch])
+    config = lookup(problem).config
+    return tiles_for(config, "", block_m, problem, activation or "") if block_m else config
 
 
-def _spec(
-    role: Role,
-    dtype: torch.dtype,
-    config: GemmConfig,
-    use_tma: bool,
-    activation: str | None,
-    fetches: bool,
-    records: bool,
-) -> GemmSpec:
+def _operands(dtype: torch.dtype, depth: int, activation: str | None, grouped: str, block_m: int) -> Operands:
+    """``grouped``: of two experts, whose rows are ``sorted`` or ``picked``."""
     quantised = dtype.itemsize == 1
     out_dtype = torch.bfloat16 if quantised else dtype
-    depth = 2 * config.block_k if use_tma else 2 * config.block_k + 16
-    x, weight = torch.zeros(256, depth, dtype=dtype), torch.zeros(512, depth, dtype=dtype)
-    out = torch.zeros(256, 256 if activation == "swiglu" else 512, dtype=out_dtype)
+    x, weight, groups = torch.zeros(256, depth, dtype=dtype), torch.zeros(512, depth, dtype=dtype), None
+    if grouped:
+        groups = Groups(torch.zeros(4, dtype=torch.int32), 2, block_m, 8, picks_rows=grouped == "picked")
+    num_columns = (512 if groups is None else 256) // (2 if activation == "swiglu" else 1)
     scale_x, scale_weight = (torch.ones(256), torch.ones(512)) if quantised else (None, None)
-    operands = Operands(x, weight, out, torch.zeros(512, dtype=out_dtype), scale_x, scale_weight, activation)
+    return Operands(
+        x, weight, torch.zeros(256, num_columns, dtype=out_dtype), torch.zeros(512, dtype=out_dtype),
+        scale_x, scale_weight, activation, groups=groups,
+    )  # fmt: skip
+
+
+def _spec(role: Role, operands: Operands, config: GemmConfig, use_tma: bool, fetches: bool, records: bool) -> GemmSpec:
     return make_spec(
         operands, role, config,
         world_size=1 if role is PLAIN else _WORLD, num_feeders=config.num_feeders if role.feeds else 0,
-        releases=role not in (PLAIN, GATHERED, STAGE), use_tma=use_tma, fetches=fetches, records=records,
+        releases=role not in (*_PLAIN_ENDS, STAGE), use_tma=use_tma, fetches=fetches, records=records,
     )  # fmt: skip
 
 
@@ -67,12 +85,19 @@ def _case(
     activation: str | None = None,
     fetches: bool = False,
     records: bool = False,
+    grouped: str = "",
+    block_m: int = 0,
 ) -> CompileCase:
+    """``block_m``: of grouped rows, the height of tiles that they are cut into."""
     use_tma = tma and arch >= 90
-    config = _config(role, dtype, arch, m, activation in HEAVY)
+    config = _config(role, dtype, arch, m, activation, block_m)
     kinds = f"{ELEMENTS[dtype]}_{m}_{activation}_{use_tma}_sm{arch}{'_fetched' * fetches}{'_recorded' * records}"
+    if grouped:
+        kinds += f"_{grouped}_{config.block_m}"
     name = f"{role.name.replace(', ', '_').replace(' ', '_')}_{kinds}"
-    setattr(SPECS, name, _spec(role, dtype, config, use_tma, activation, fetches, records))
+    depth = 2 * config.block_k if use_tma else 2 * config.block_k + 16
+    operands = _operands(dtype, depth, activation, grouped, config.block_m)
+    setattr(SPECS, name, _spec(role, operands, config, use_tma, fetches, records))
     waits = role is not PLAIN
     signature = {
         name: "i64" for name in ("a", "b", "out", "bias", "scale_a", "scale_b", "stride_a", "stride_b", "trace", "rows")
@@ -102,8 +127,8 @@ def _case(
         divisible_by_16=(),
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": MAX_REGISTERS},
         architectures=(arch,),
-        waits=waits and role not in (GATHERED, STAGE),
-        signals=waits and role is not GATHERED,
+        waits=waits and role not in (*_PLAIN_ENDS, STAGE),
+        signals=waits and role not in _PLAIN_ENDS,
     )
 
 
@@ -125,7 +150,18 @@ def _all_cases() -> tuple[CompileCase, ...]:
     cases += [_case(role, bf16, 90, tma=False, fetches=True) for role in (GATHER, SCATTER)]
     cases += [_case(role, bf16, 90, records=True) for role in (PLAIN, GATHER, SCATTER)]
     cases += [_case(SCATTER, bf16, 90, fetches=True, records=True)]
-    return tuple(cases)
+    return (*cases, *_grouped_cases())
+
+
+def _grouped_cases() -> list[CompileCase]:
+    bf16, archs = torch.bfloat16, (80, 90, 100)
+    gathering = (GATHER_GROUPED, ARRIVING_GROUPED)
+    cases = [_case(role, bf16, arch, grouped="picked", block_m=128) for role in gathering for arch in archs]
+    cases += [_case(PLAIN, bf16, arch, grouped=how) for how in ("picked", "sorted") for arch in archs]
+    gather = functools.partial(_case, GATHER_GROUPED, arch=90, grouped="picked")
+    cases += [gather(bf16, block_m=16), gather(torch.float8_e4m3fn, block_m=128)]
+    cases += [gather(bf16, block_m=128, activation="swiglu"), gather(bf16, block_m=128, fetches=True)]
+    return cases
 
 
 GEMM_CASES: tuple[CompileCase, ...] = _all_cases()

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from tileflux.config import GemmConfig
 from tileflux.kernels.gemm_hopper_launch import HopperSpec, make_hopper_spec, why_not_hopper
 from tileflux.kernels.gemm_shared import Launch
+from tileflux.kernels.groups import Groups
 from tileflux.kernels.operands import ELEMENTS, Operands, Role
 from tileflux.kernels.roles import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
 from tileflux.testing.compile_gate import CompileCase, Imported
@@ -45,16 +46,21 @@ def _spec(
     x, weight = torch.zeros(512, 256, dtype=dtype), torch.zeros(512, 256, dtype=dtype)
     if "kn" in options:
         weight = torch.zeros(256, 512, dtype=dtype).t()
-    out = torch.zeros(512, 512, dtype=out_dtype)
+    groups = None
+    if "grouped" in options:
+        groups = Groups(torch.zeros(4, dtype=torch.int32), 2, config.block_m, 8, picks_rows=False)
+        if "kn" in options:
+            weight = torch.zeros(2 * 256, 512, dtype=dtype).t()
+    out = torch.zeros(512, 256 if groups is not None and "kn" not in options else 512, dtype=out_dtype)
     scales = (torch.ones(()), torch.ones(512)) if dtype.itemsize == 1 else (None, None)
     bias = torch.zeros(512, dtype=torch.bfloat16) if activation or "bias" in options else None
-    operands = Operands(x, weight, out, bias, scales[0], scales[1], activation)
+    operands = Operands(x, weight, out, bias, scales[0], scales[1], activation, groups=groups)
     if (reason := why_not_hopper(operands, role, config)) is not None:
         raise ValueError(f"Hopper's loop does not take {role.name}: {reason}")
     launch = Launch(
         role, config, num_rows=512, num_tiles=512, num_feeders=2 if role.feeds else 0, num_programs=132, fetches=False,
         world_size=1 if role is PLAIN else _WORLD, releases=role not in (PLAIN, GATHERED, STAGE), use_tma=True,
-        records="recorded" in options, trace=None, may_stream="whole" not in options,
+        records="recorded" in options, trace=None, may_stream="whole" not in options and groups is None,
     )  # fmt: skip
     return make_hopper_spec(operands, launch, None)
 
@@ -124,6 +130,8 @@ def _all_cases() -> tuple[CompileCase, ...]:
     cases += [_case(PLAIN, activation=each) for each in ("relu", "gelu", "silu")]
     cases += [_case(role, (128, 128), fp8) for role in (PLAIN, STAGE)]
     cases += [_case(ARRIVING, (128, 128), activation="gelu")]
+    cases += [_case(PLAIN, options=each) for each in ("grouped", "grouped kn")]
+    cases += [_case(PLAIN, (128, 128), activation="gelu", options="grouped")]
     return tuple(cases)
 
 
