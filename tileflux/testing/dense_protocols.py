@@ -171,11 +171,12 @@ _GATHER = (
 )
 """A rank without columns multiplies nothing, and might give its buffer back before all rows have come."""
 _EXPERTS = (
+    MoeCall("moe_ag_gemm", 9, ragged=True, returns_rows=True, kind="dropped"),
     MoeCall("moe_ag_gemm", 3, kind="one_expert", spreads=True),
     MoeCall("moe_ag_gemm", 9, depth=32, ragged=True, num_weights=2, spreads=True, **_INT8),
-    MoeCall("moe_ag_gemm", 9, ragged=True, returns_rows=True, kind="dropped"),
 )
-"""All tokens to one expert: whose experts get none multiplies nothing, and might give its buffer back too early."""
+"""All tokens to one expert: whose experts get none multiplies nothing, and might give its buffer back too early. The
+largest is the first: where a region grows, ranks meet."""
 _SCATTER = (
     Call("gemm_rs", 2),
     Call("gemm_rs", 9, columns=32, ragged=True),
@@ -218,7 +219,7 @@ PROTOCOLS: dict[str, tuple[Call, ...]] = {
     "ag_gemm fused, chunks": _with(_GATHER[::2], rows=130, columns=16, ragged=True, config=TALL),
     "ag_gemm pipelined": _with(_GATHER, strategy="pipelined"),
     "moe_ag_gemm fused": _EXPERTS,
-    "moe_ag_gemm pipelined": _with(_EXPERTS, strategy="pipelined"),
+    "moe_ag_gemm pipelined": _with(_EXPERTS[1:], strategy="pipelined"),
     "gemm_rs fused": _SCATTER,
     "gemm_rs pipelined": _with(_SCATTER, strategy="pipelined"),
     "gemm_ar one_shot": _SPREAD,
