@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tileflux import env
-from tileflux.config import Link
+from tileflux.link import Link
 
 ROOT = Path(__file__).parents[1]
 

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tileflux"
 
-LEAVES = ("errors", "env", "device", "config")
+LEAVES = ("errors", "env", "device", "config", "link")
 LAYERS: tuple[tuple[str, ...], ...] = (
     LEAVES,
     ("symm", "lang", "perf"),

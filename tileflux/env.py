@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from tileflux.config import Link
+from tileflux.link import Link
 
 __all__ = [
     "VARIABLES",

@@ -12,8 +12,8 @@ import torch
 
 import tileflux
 from tileflux import FlagWrite, env
-from tileflux.config import Link
 from tileflux.errors import GroupClosed
+from tileflux.link import Link
 from tileflux.symm import host_copy
 from tileflux.symm.base import Traits
 from tileflux.symm.group import Group

@@ -14,7 +14,7 @@ from pathlib import Path
 from tileflux import env
 from tileflux.cli._plot import PLOT_SUFFIXES, can_plot
 from tileflux.cli._worlds import BenchPlace, Place, World, choose, choose_for_bench
-from tileflux.config import Link
+from tileflux.link import Link
 from tileflux.testing.bench import BenchCase
 from tileflux.testing.shapes import MODEL_SHAPES
 

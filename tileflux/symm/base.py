@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from tileflux.config import Link
+from tileflux.link import Link
 
 __all__ = ["Copy", "FlagWrite", "Segment", "Traits", "Transport"]
 

@@ -16,8 +16,8 @@ import time
 
 import torch
 
-from tileflux.config import Link
 from tileflux.errors import GroupClosed
+from tileflux.link import Link
 from tileflux.symm.base import Copy, FlagWrite
 from tileflux.symm.host_signal import HostWords
 
