@@ -36,7 +36,8 @@ def test_every_schedule_gives_the_right_result(protocol: str, world_size: int) -
 
 @interpreted
 @pytest.mark.parametrize(
-    "protocol", ["ag_gemm fused", "moe_ag_gemm fused", "gemm_rs fused", "gemm_ar one_shot", "mixed"]
+    "protocol",
+    ["ag_gemm fused", "moe_ag_gemm fused", "moe_gemm_rs fused", "gemm_rs fused", "gemm_ar one_shot", "mixed"],
 )
 def test_every_schedule_of_a_large_world_gives_the_right_result(protocol: str) -> None:
     simulate_protocol(protocol, 8, 0)
@@ -45,7 +46,16 @@ def test_every_schedule_of_a_large_world_gives_the_right_result(protocol: str) -
 @interpreted
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(
-    "protocol", ["ag_gemm fused", "moe_ag_gemm fused", "gemm_rs fused", "gemm_ar one_shot", "many tiles", "mixed"]
+    "protocol",
+    [
+        "ag_gemm fused",
+        "moe_ag_gemm fused",
+        "moe_gemm_rs fused",
+        "gemm_rs fused",
+        "gemm_ar one_shot",
+        "many tiles",
+        "mixed",
+    ],
 )
 def test_every_schedule_of_ranks_that_share_a_gpu_gives_the_right_result(protocol: str, world_size: int) -> None:
     """Tiles are fetched, and some programs begin very late, or only when there is nothing left to do."""

@@ -145,7 +145,7 @@ def combine_tile(value, target, place, table, SPEC: tl.constexpr):
         count(counter)
     else:
         wait_for_slot(table, owner, slab, SPEC)
-        await_word(counter, wanted, rank, table)
+        _wait(counter, wanted, rank, table, SPEC)
         epoch = current_epoch(table, SPEC.world_size)
         to = slot(table, owner, rank, epoch, SPEC.world_size)
         _combine_rows(value.shape, groups, staging, to, first_row, row, column, num_rows, N, SPEC)

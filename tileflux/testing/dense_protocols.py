@@ -15,20 +15,21 @@ from unittest import mock
 
 import torch
 
-from tileflux import CommConfig, GemmConfig, ag_gemm, gemm_ar, gemm_rs, moe_ag_gemm, route
+from tileflux import CommConfig, GemmConfig, ag_gemm, gemm_ar, gemm_rs, moe_ag_gemm, moe_gemm_rs, route
 from tileflux.kernels import dense, gemm_launch
 from tileflux.ops.routing import Routing
 from tileflux.symm.group import Group
 from tileflux.testing.dense import DenseCase, Scales, ag_case, expected, gathered, ragged_sizes, reduction, rs_case
-from tileflux.testing.moe import Kind, MoeCase, expected_ag, moe_ag_case, moe_routing
+from tileflux.testing.moe import Kind, MoeCase, expected_ag, expected_rs, moe_ag_case, moe_routing, moe_rs_case
 from tileflux.testing.numerics import assert_close, poisoned
 from tileflux.testing.simulator import simulate
 
-__all__ = ["COMM", "PROTOCOLS", "Call", "MoeCall", "calls", "run_protocol", "simulate_protocol"]
+__all__ = ["COMM", "PROTOCOLS", "Call", "CombineCall", "MoeCall", "calls", "run_protocol", "simulate_protocol"]
 
 COMM = CommConfig(num_lanes=2, slot_bytes=256, min_lane_bytes=64)
 TILES = GemmConfig(16, 16, 16, group_m=2, num_warps=4, num_sms=4, num_feeders=2)
 """Two programs that feed and two that multiply: the fewest that can get in each other's way."""
+SLABS = replace(TILES, num_chunks=2)
 TALL = replace(TILES, block_m=512, num_chunks=2)
 """For shards of more than 256 rows, which is what a chunk holds at least; a tile is cut off at the end of its chunk."""
 
@@ -139,6 +140,31 @@ class MoeCall(Call):
             assert rest.isnan().all(), f"{what}: written behind the last row"
 
 
+@dataclass(frozen=True)
+class CombineCall(MoeCall):
+    """One call of ``moe_gemm_rs``: ``columns`` of a token, and ``depth`` of a rank's part of an expert."""
+
+    def moe_case(self, world_size: int, seed: int) -> MoeCase:
+        """The problem, the same on every rank."""
+        return _combine_case(self, world_size, seed)
+
+    def run(self, group: Group, seed: int, routing: Routing | None = None) -> None:
+        """Make the call, and compare this rank's tokens with the exact ones."""
+        case, rank = self.moe_case(group.world_size, seed), group.rank
+        routing = routing or self.routed(group, seed)
+        given, right = case.arguments(rank), expected_rs(case, rank)
+        rows, scales = given.pop("x"), given.pop("scale_x", None)
+        h = rows.new_zeros((routing.capacity, rows.shape[1]))
+        h[: len(rows)] = rows
+        if scales is not None:
+            given["scale_h"] = torch.full((routing.capacity,), torch.nan)
+            given["scale_h"][: len(rows)] = scales
+        out = poisoned(right.shape, case.out_dtype)
+        moe_gemm_rs(h, routing=routing, **given, out=out, strategy=self.strategy, config=self.config)
+        what = f"{self.op} {self.strategy} on rank {rank}"
+        assert_close(out, right, dtype=case.out_dtype, reduction=case.num_terms * group.world_size, what=what)
+
+
 def _reordered(values: float | torch.Tensor, order: torch.Tensor) -> float | torch.Tensor:
     return values[order] if isinstance(values, torch.Tensor) and values.dim() else values
 
@@ -162,6 +188,12 @@ def _moe_case(call: MoeCall, world_size: int, seed: int) -> MoeCase:
     return moe_ag_case(routing, call.depth, ffn, call.dtype, seed, scales=call.scales, bias=True)
 
 
+@functools.lru_cache(maxsize=64)
+def _combine_case(call: CombineCall, world_size: int, seed: int) -> MoeCase:
+    routing = _moe_case(call, world_size, seed).routing
+    return moe_rs_case(routing, call.columns, call.depth * routing.tp_size, call.dtype, seed, scales=call.scales)
+
+
 _INT8: dict[str, Any] = {"dtype": torch.int8, "scales": "channel"}
 _GATHER = (
     Call("ag_gemm", 9, ragged=True, returns_rows=True),
@@ -177,6 +209,13 @@ _EXPERTS = (
 )
 """All tokens to one expert: whose experts get none multiplies nothing, and might give its buffer back too early. The
 largest is the first: where a region grows, ranks meet."""
+_COMBINE = (
+    CombineCall("moe_gemm_rs", 9, columns=40, ragged=True, kind="dropped", config=SLABS),
+    CombineCall("moe_gemm_rs", 3, columns=32, kind="one_expert", spreads=True, config=SLABS),
+    CombineCall("moe_gemm_rs", 9, columns=32, ragged=True, spreads=True, config=SLABS, **_INT8),
+    CombineCall("moe_gemm_rs", 5, columns=32, config=SLABS),
+)
+"""Two slabs, of which the last may have fewer columns; ranks that multiply nothing still add up, and are added up."""
 _SCATTER = (
     Call("gemm_rs", 2),
     Call("gemm_rs", 9, columns=32, ragged=True),
@@ -220,6 +259,7 @@ PROTOCOLS: dict[str, tuple[Call, ...]] = {
     "ag_gemm pipelined": _with(_GATHER, strategy="pipelined"),
     "moe_ag_gemm fused": _EXPERTS,
     "moe_ag_gemm pipelined": _with(_EXPERTS[1:], strategy="pipelined"),
+    "moe_gemm_rs fused": _COMBINE,
     "gemm_rs fused": _SCATTER,
     "gemm_rs pipelined": _with(_SCATTER, strategy="pipelined"),
     "gemm_ar one_shot": _SPREAD,
@@ -231,7 +271,7 @@ PROTOCOLS: dict[str, tuple[Call, ...]] = {
 
 _ONE_OF_EACH_OP = {"many tiles": _MANY_TILES[:3], "mixed": (_MIXED[0], _MIXED[3], _MIXED[2])}
 _LARGE_WORLD = 5
-_SMALLEST = {"ag_gemm": 2, "moe_ag_gemm": 2, "gemm_rs": 2, "gemm_ar": 9}
+_SMALLEST = {"ag_gemm": 2, "moe_ag_gemm": 2, "moe_gemm_rs": 2, "gemm_rs": 2, "gemm_ar": 9}
 
 
 def calls(protocol: str, world_size: int) -> tuple[Call, ...]:

@@ -17,6 +17,7 @@ from tileflux.kernels.operands import ELEMENTS, GemmSpec, Operands, Role, make_s
 from tileflux.kernels.roles import (
     ARRIVING,
     ARRIVING_GROUPED,
+    COMBINE,
     GATHER,
     GATHER_GROUPED,
     GATHERED,
@@ -161,6 +162,10 @@ def _grouped_cases() -> list[CompileCase]:
     gather = functools.partial(_case, GATHER_GROUPED, arch=90, grouped="picked")
     cases += [gather(bf16, block_m=16), gather(torch.float8_e4m3fn, block_m=128)]
     cases += [gather(bf16, block_m=128, activation="swiglu"), gather(bf16, block_m=128, fetches=True)]
+    combine = functools.partial(_case, COMBINE, grouped="sorted")
+    cases += [combine(bf16, arch, block_m=128) for arch in archs]
+    cases += [combine(torch.float8_e4m3fn, 90, block_m=128), combine(bf16, 90, block_m=16)]
+    cases += [combine(bf16, 90, block_m=128, fetches=True)]
     return cases
 
 
