@@ -231,6 +231,7 @@ def test_refusals() -> None:
     routing = tileflux.route(
         torch.tensor([[0], [1], [0], [1]]), torch.ones(4, 1), num_experts=2, group=group, block_m=32
     )
+    gated = dataclasses.replace(routing, own_weights=torch.ones(4, 1, requires_grad=True))
     small = {"h": h.to(torch.int8), "weight": weight.to(torch.int8)}
     for message, given in (
         ("routing should be what tileflux.route gives, not Tensor", {"routing": h}),
@@ -246,6 +247,7 @@ def test_refusals() -> None:
         ("scales belong to fp8 and int8", {"scale_h": 2.0}),
         (r"out should be contiguous \(4, 5\) torch.float32 on cpu", {"out": torch.ones(3, 5)}),
         ("there is no gradient through products of torch.int8", {**small, "scale_h": torch.ones(()).requires_grad_()}),
+        ("there is no gradient through products of torch.int8", {**small, "routing": gated}),
     ):
         arguments: dict[str, Any] = {"h": h, "weight": weight, "routing": routing} | given
         with pytest.raises(ValueError, match=f"moe_gemm_rs: {message}"):

@@ -84,7 +84,7 @@ def _check(
     _moe.check_number("moe_gemm_rs", weight, routing)
     if len(h) != routing.capacity:
         raise ValueError(f"moe_gemm_rs: h has {len(h)} rows, but there is room for {routing.capacity} in the routing")
-    _dense.refuse_gradient("moe_gemm_rs", h, None, weight, scale_h, scale_weight)
+    _dense.refuse_gradient("moe_gemm_rs", h, None, weight, scale_h, scale_weight, routing.own_weights)
 
 
 @eager_only
