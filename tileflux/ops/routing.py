@@ -21,6 +21,7 @@ import torch
 
 from tileflux.errors import CapacityExceeded
 from tileflux.kernels.groups import Groups, SortedRows, cut_tiles, sort_rows, sources_of
+from tileflux.kernels.loading import load_once
 from tileflux.ops._call import begin, check_sizes, check_tensor
 from tileflux.ops._library import eager_only
 from tileflux.ops.all_gather import all_gather
@@ -111,6 +112,7 @@ def route(
     elif not 16 <= block_m <= 1024 or block_m & (block_m - 1):
         raise ValueError(f"route: block_m={block_m} should be a power of two from 16 to 1024")
     begin("route", group, (rows, top_k, num_experts, ep_size, capacity))
+    _load(group, rows, top_k, num_experts // ep_size, capacity, block_m)
     # Clamped: in 32 bits a number that is no expert's might become that of one.
     chosen = expert_ids.clamp(-1, num_experts).to(torch.int32)
     packed = torch.cat((chosen, weights.detach().float().view(torch.int32)), dim=1)
@@ -123,6 +125,20 @@ def route(
     return Routing(
         group, num_experts, top_k, ep_size, rows, capacity, weights, gathered, sorted_rows, groups, missing
     )  # fmt: skip
+
+
+def _load(group: Group, rows: tuple[int, ...], top_k: int, num_experts: int, capacity: int, block_m: int) -> None:
+    """Have torch load what sorting takes, before anything waits: virtual ranks share a GPU (``kernels/loading.py``)."""
+
+    def sort() -> None:
+        device = group.device
+        ids = torch.zeros((sum(rows), top_k), dtype=torch.int32, device=device)
+        stages = sources_of(rows, group.rank, device)
+        sorted_rows = sort_rows(ids, stages, range(num_experts), group.world_size, capacity)
+        cut_tiles(sorted_rows, capacity, block_m, torch.zeros(ids.shape, device=device)).of_stage(0)
+        _num_missing(ids, num_experts, 1, capacity)
+
+    load_once(group.device, ("route", rows, top_k, num_experts, capacity, block_m), sort, group)
 
 
 def _num_missing(ids: torch.Tensor, num_each: int, num_sets: int, capacity: int) -> torch.Tensor:
