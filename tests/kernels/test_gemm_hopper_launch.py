@@ -28,7 +28,7 @@ def operands(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Operands:
 
 
 def groups(picks_rows: bool = False) -> Groups:
-    return Groups(torch.zeros(4, dtype=torch.int32), 2, 128, 8, picks_rows)
+    return Groups(torch.zeros(4, dtype=torch.int32), 2, 128, 8, picks_rows=picks_rows)
 
 
 def test_it_takes_rows_that_are_sorted_by_expert() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tileflux
 from tileflux import Group, env
 from tileflux.config import GemmConfig
-from tileflux.kernels import gemm_host
+from tileflux.kernels import gemm_host, host_policies
 from tileflux.kernels.gemm_host import Tile, tiles
 from tileflux.kernels.operands import Operands, Role
 from tileflux.kernels.roles import GATHER, PLAIN, SCATTER, SPREAD
@@ -166,7 +166,7 @@ def test_rows_are_sent_to_the_nearest_peer_first(
             lambda dst, src, signal, sent=sent: sent.append((dst.data_ptr(), src.data_ptr(), signal.word.data_ptr())),
         )  # fmt: skip
         operands = Operands(x, torch.zeros(1, 8), torch.zeros(1, 1), scale_x=scales)
-        gemm_host._Gather(operands, group, here).feed()
+        host_policies._Gather(operands, group, here).feed()
         expected = []
         for hop in range(1, world_size):
             peer = (rank - hop) % world_size

@@ -15,6 +15,7 @@ from tileflux.lang.schedule import (
     next_piece,
     num_streamed,
     replay,
+    slab_order,
     streamed_part,
     twice_order,
 )
@@ -164,3 +165,31 @@ def test_what_is_streamed_leaves_whole_waves(num_steps: int, num_programs: int) 
         assert count == 0
     else:
         assert num_programs < count < 2 * num_programs and (num_steps - count) % num_programs == 0
+
+
+@given(
+    world_size=st.integers(2, 16), num_slabs=st.integers(1, 5), num_m=st.integers(0, 6), num_n=st.integers(1, 3),
+    num_blocks=st.integers(1, 3), data=st.data(),
+)  # fmt: skip
+def test_slabs_are_multiplied_once_and_added_up_once_behind_the_next(
+    world_size: int, num_slabs: int, num_m: int, num_n: int, num_blocks: int, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, world_size - 1))
+    num_steps = num_slabs * num_n * (num_m + world_size * num_blocks)
+    order = replay(slab_order)
+    found = [order(step, rank, world_size, num_slabs, num_m, num_n, num_blocks) for step in range(num_steps)]
+    columns = range(num_slabs * num_n)
+    tiles = [(m, n) for _, _, m, n, turn in found if turn == 0]
+    sums = [(shard, m, n) for shard, _, m, n, turn in found if turn == 1]
+    assert sorted(tiles) == [(m, n) for m in range(num_m) for n in columns]
+    assert sorted(sums) == [(s, m, n) for s in range(world_size) for m in range(num_blocks) for n in columns]
+    assert all(slab == n // num_n for _, slab, _, n, _ in found)
+    for step, (shard, slab, _, _, turn) in enumerate(found):
+        if turn == 1 and num_m:
+            behind = min(slab + 1, num_slabs - 1)
+            last = max(place for place, (_, other, _, _, kind) in enumerate(found) if kind == 0 and other == behind)
+            assert last < step, "the next slab is multiplied meanwhile"
+        if turn == 1 and shard == rank:
+            assert step >= num_steps - num_slabs * num_n * num_blocks, "one's own come last"
+    firsts = list(dict.fromkeys(shard for shard, _, _, _, turn in found if turn == 1))
+    assert firsts == [(rank + 1 + hop) % world_size for hop in range(world_size)], "no two ranks begin with one peer"

@@ -74,8 +74,8 @@ def test_what_is_compiled_is_what_the_op_launches(
 
     monkeypatch.setattr(dense, "launch_gemm", note)
     monkeypatch.setattr(dense, "turn", lambda group, plan: SimpleNamespace(plan=plan))
-    monkeypatch.setattr(dense, "_beside", nothing)
-    for name in ("_load_steps", "_feed", "_join", "_send_shard"):
+    monkeypatch.setattr(dense, "beside", nothing)
+    for name in ("_load_steps", "_feed", "join", "_send_shard"):
         monkeypatch.setattr(dense, name, lambda *arguments: None)
     monkeypatch.setattr(
         dense, "steps", SimpleNamespace(**dict.fromkeys(("launch_open", "launch_close", "launch_sum"), lambda *_: None))

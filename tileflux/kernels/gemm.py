@@ -130,15 +130,13 @@ def _tile(
         if SPEC.records:
             start = clock_ns()
         column = n * SPEC.block_n
-        # Where tokens are added up, there are no rows to multiply, nor scales of them.
-        inside = (row + tl.arange(0, SPEC.block_m) < end) & ((turn == 0) | (not SPEC.combines))
+        inside = row + tl.arange(0, SPEC.block_m) < end
         if SPEC.picks_rows:
             buffer, scales, a_row = a, scale_a, row
-            offsets, rows = _picked(a, scale_a, stride_a, K, given_rows, row, inside, table, rank, SPEC)
+            offsets = _picked(a, scale_a, stride_a, K, given_rows, row, inside, table, rank, SPEC)[0]
         else:
             buffer, scales, pitch, a_row = _a_rows(a, scale_a, stride_a, K, table, owner, rank, first_row, row, SPEC)
-            rows = a_row + tl.arange(0, SPEC.block_m)
-            offsets = rows.to(tl.int64) * pitch
+            offsets = (a_row + tl.arange(0, SPEC.block_m)).to(tl.int64) * pitch
         if SPEC.use_tma:
             desc = a_desc
             if SPEC.gathers and not SPEC.picks_rows:  # noqa: SIM102
@@ -154,6 +152,14 @@ def _tile(
         )
         if SPEC.records:
             computed = clock_ns()
+        # Made anew: kept over the loop, they would take registers that its tiles need.
+        rows = a_row + tl.arange(0, SPEC.block_m)
+        inside = rows < a_row + end - row
+        if SPEC.picks_rows:
+            rows = _picked(a, scale_a, stride_a, K, given_rows, row, inside, table, rank, SPEC)[1]
+        if SPEC.combines:
+            # Where tokens are added up, there are no rows of x, nor scales of them.
+            inside = inside & (turn == 0)
         value = _epilogue(total, gate, rows, inside, column, N, weight[0], scales, scale_b, bias, SPEC)
         number = (chunk * num_m + m) * num_n + n
         place = (owner, first_row, row, column, end, N, number, turn)
