@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,28 +16,19 @@ from tileflux.symm.group import Group
 from tileflux.tune.lookup import lookup
 
 __all__ = [
-    "Experts",
+    "bias_gradient",
     "by_expert",
     "check_config",
     "check_experts",
     "check_number",
     "check_routing",
     "grouped_operands",
+    "is_used",
     "num_columns",
     "routing_arguments",
     "rows_for_tiles",
     "tiles_for",
 ]
-
-
-class Experts(NamedTuple):
-    """The tensors of a grouped product, in the order in which every such op takes them."""
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    scale_x: torch.Tensor | None
-    scale_weight: torch.Tensor | None
 
 
 def check_experts(
@@ -99,7 +90,7 @@ def check_config(op: str, config: GemmConfig | None, groups: Groups) -> None:
         )
 
 
-def tiles_for(usual: GemmConfig, given: str, block_m: int, problem: GemmProblem, activation: str) -> GemmConfig:
+def tiles_for(usual: GemmConfig, given: str, block_m: int, problem: GemmProblem) -> GemmConfig:
     """The configuration asked for; else what the product alone would take with tiles of ``block_m`` rows."""
     if given or not problem.arch:
         return dataclasses.replace(usual, block_m=block_m)
@@ -118,6 +109,17 @@ def routing_arguments(routing: Routing) -> tuple[Any, ...]:
         groups.index, rows.offsets.contiguous(), routing.group.name, list(routing.sizes), routing.capacity,
         routing.top_k, groups.block_m,
     )  # fmt: skip
+
+
+def is_used(offsets: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """``[num_rows, 1]``: which rows are some expert's. What stands in the place of others is nobody's."""
+    return (torch.arange(num_rows, device=offsets.device) < offsets[-1])[:, None]
+
+
+def bias_gradient(grad: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``[E, N]``: the sum over each expert's rows, rounded once."""
+    ones = torch.ones((len(grad), 1), dtype=torch.float32, device=grad.device)
+    return by_expert(grad.float(), ones, offsets)[:, :, 0].to(dtype)
 
 
 def by_expert(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -141,8 +143,8 @@ def rows_for_tiles(num_rows: int, num_experts: int) -> int:
     return num_rows if each >= 128 else each
 
 
-def grouped_operands(experts: Experts, out: torch.Tensor, groups: Groups, activation: str) -> Operands:
-    """Operands as kernels want them: the experts' weights as one matrix."""
+def grouped_operands(experts: _dense.Inputs, out: torch.Tensor, groups: Groups, activation: str) -> Operands:
+    """Operands as kernels want them: the experts' weights, biases and scales, of all of them, as one matrix's."""
     x, weight, bias, scale_x, scale_weight = experts
     if scale_weight is not None and scale_weight.dim():
         whole = scale_weight[:, None].expand(weight.shape[:2]) if scale_weight.dim() == 1 else scale_weight

@@ -93,7 +93,7 @@ def _run(
     with torch.cuda.device(x.device if x.is_cuda else -1):
         if out.numel():
             groups = cut_tiles(_sorted_rows(counts, num_rows), num_rows, tiles.block_m)
-            experts = _moe.Experts(x, weight, bias, scale_x, scale_weight)
+            experts = _dense.Inputs(x, weight, bias, scale_x, scale_weight)
             multiply_tiles(_moe.grouped_operands(experts, out, groups, activation), tiles)
     return out
 
@@ -137,7 +137,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad[:4]
     offsets = _offsets(counts, x.shape[0])
     # Rows of no expert are in no result: whatever stands in their place has no gradient.
-    is_used = (torch.arange(len(x), device=x.device) < offsets[-1])[:, None]
+    is_used = _moe.is_used(offsets, len(x))
     grad = torch.where(is_used, grad, 0)
     typed = grad.to(x.dtype)
     grad_x = grad_weight = grad_bias = None
@@ -148,8 +148,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     if needs_weight:
         grad_weight = _moe.by_expert(typed, torch.where(is_used, x, 0), offsets).to(weight.dtype)
     if needs_bias:
-        ones = torch.ones((len(x), 1), dtype=torch.float32, device=x.device)
-        grad_bias = _moe.by_expert(grad.float(), ones, offsets)[:, :, 0].to(ctx.bias_dtype)
+        grad_bias = _moe.bias_gradient(grad, offsets, ctx.bias_dtype)
     return grad_x, grad_weight, None, grad_bias, *([None] * 5)
 
 

@@ -130,7 +130,7 @@ def _run(
     widest = max(result.shape[1] for result in results)
     problem = problem_for("moe_ag_gemm", num_tokens, widest, depth, x.dtype, x.device, group, activation)
     choice = _dense.choose(problem, strategy, _dense.config_from(config))
-    tiles = _moe.tiles_for(choice.config, config, block_m, problem, activation)
+    tiles = _moe.tiles_for(choice.config, config, block_m, problem)
     begin(
         "moe_ag_gemm",
         group,
@@ -143,7 +143,7 @@ def _run(
     parts = []
     for number, (weight, result) in enumerate(zip(weights, results, strict=True)):
         bias, scale = (each[number] if each else None for each in (biases, scale_weights))
-        parts.append(_moe.grouped_operands(_moe.Experts(x, weight, bias, scale_x, scale), result, groups, activation))
+        parts.append(_moe.grouped_operands(_dense.Inputs(x, weight, bias, scale_x, scale), result, groups, activation))
     with guarded(group):
         if depth == 0 or num_tokens == 0:
             for part in parts:
@@ -187,7 +187,7 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     x, index, offsets, *weights = ctx.saved_tensors
     num_tokens, capacity, counts = sum(ctx.rows), ctx.capacity, offsets.diff()
     groups = Groups(index, len(weights[0]), ctx.block_m, capacity, num_tokens, ctx.top_k)
-    is_used = (torch.arange(capacity, device=x.device) < offsets[-1])[:, None]
+    is_used = _moe.is_used(offsets, capacity)
     of_rows = [torch.where(is_used, grad, 0) for grad in grads[: len(weights)]]
     typed = [grad.to(x.dtype) for grad in of_rows]
     by_row = torch.zeros((capacity, x.shape[1]), dtype=torch.float32, device=x.device)
@@ -204,10 +204,7 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     grad_weights = [
         _moe.by_expert(grad, picked, offsets).to(weight.dtype) for grad, weight in zip(typed, weights, strict=True)
     ]
-    ones = torch.ones((capacity, 1), dtype=torch.float32, device=x.device)
-    grad_biases = [
-        _moe.by_expert(of_rows[i].float(), ones, offsets)[:, :, 0].to(dtype) for i, dtype in enumerate(ctx.bias_dtypes)
-    ]
+    grad_biases = [_moe.bias_gradient(of_rows[i], offsets, dtype) for i, dtype in enumerate(ctx.bias_dtypes)]
     return grad_x, grad_weights, grad_biases, None, [], *([None] * 12)
 
 

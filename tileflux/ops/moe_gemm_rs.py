@@ -110,7 +110,7 @@ def _run(
     out = check_out("moe_gemm_rs", out, (rows[group.rank], num_columns), h, dtype=out_dtype, others=(weight,))
     problem = problem_for("moe_gemm_rs", num_tokens, num_columns, h.shape[1], h.dtype, h.device, group)
     choice = _dense.choose(problem, strategy, _dense.config_from(config))
-    tiles = _moe.tiles_for(choice.config, config, block_m, problem, "")
+    tiles = _moe.tiles_for(choice.config, config, block_m, problem)
     if not config:
         tiles = dataclasses.replace(tiles, num_chunks=_NUM_SLABS)
     same = (rows, num_columns, h.dtype, out_dtype, choice.strategy, tiles.block_m, tiles.block_n, top_k)
@@ -118,7 +118,7 @@ def _run(
     if 0 in (num_tokens, num_columns):
         return out
     groups = Groups(index, len(weight), block_m, capacity, num_tokens, top_k)
-    operands = _moe.grouped_operands(_moe.Experts(h, weight, None, scale_h, scale_weight), out, groups, "")
+    operands = _moe.grouped_operands(_dense.Inputs(h, weight, None, scale_h, scale_weight), out, groups, "")
     with guarded(group):
         run_combine(group, operands, tuple(rows), choice.strategy, tiles)
     return out
@@ -155,7 +155,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     groups = Groups(index, len(weight), ctx.block_m, ctx.capacity, num_tokens, ctx.top_k)
     # All ranks make the same calls, whatever each of them needs.
     gathered = torch.ops.tileflux.all_gather(grad.to(h.dtype), ctx.group, ctx.rows)
-    is_used = (torch.arange(ctx.capacity, device=h.device) < offsets[-1])[:, None]
+    is_used = _moe.is_used(offsets, ctx.capacity)
     of_row = torch.where(is_used, gathered[groups.tokens.long()] if num_tokens else 0, 0).float()
     # Of every row, the weight of the choice that it is; choices that are not here go behind the last row.
     shares = torch.zeros(ctx.capacity + 1, dtype=torch.float32, device=h.device)

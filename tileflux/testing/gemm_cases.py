@@ -50,7 +50,7 @@ def _config(role: Role, dtype: torch.dtype, arch: int, m: int, activation: str |
     kind, heavy = str(dtype).removeprefix("torch."), activation in HEAVY
     problem = GemmProblem(op, m, 4096, 4096, world_size, kind, heavy, arch, _SMS[arch])
     config = lookup(problem).config
-    return tiles_for(config, "", block_m, problem, activation or "") if block_m else config
+    return tiles_for(config, "", block_m, problem) if block_m else config
 
 
 def _operands(dtype: torch.dtype, depth: int, activation: str | None, grouped: str, block_m: int) -> Operands:
