@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -148,9 +149,11 @@ def test_numbers_of_no_expert_are_dropped() -> None:
     run_ranks(_out_of_range, 2)
 
 
-def _capacity(group: Group) -> None:
+def _capacity(group: Group, mirrored: bool) -> None:
     """What matters is the set with the most rows: ranks that have room come to the same end as those that have not."""
     case = moe_routing((9, 4), 4, 2, 1, ep_size=2)
+    if mirrored:  # the set with the most is the other one
+        case = dataclasses.replace(case, expert_ids=tuple(3 - ids for ids in case.expert_ids))
     counts = [len(case.rows(rank)) for rank in range(2)]
     most = max(counts)
     assert min(counts) < most
@@ -173,8 +176,9 @@ def _capacity(group: Group) -> None:
         assert int(tight.rows.positions.max()) == len(kept) - 1
 
 
-def test_capacity() -> None:
-    run_ranks(_capacity, 2)
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_capacity(mirrored: bool) -> None:
+    run_ranks(_capacity, 2, args=(mirrored,))
 
 
 def _refused_by_op(group: Group) -> None:
