@@ -90,7 +90,7 @@ def run(group: Group, problem: Problem, strategy: str) -> None:
     assert_close(out.cpu(), exact, reduction=reduction(case, op), what=what)
 
 
-class _NothingToDo:
+class NothingToDo:
     """Stands in for a kernel: every launch has an empty grid."""
 
     def __init__(self, kernel: Any) -> None:
@@ -102,8 +102,8 @@ class _NothingToDo:
 
 def compile_part(index: int, count: int) -> None:
     """Compile every ``count``-th part from ``index`` on, as virtual ranks and as processes would have it."""
-    gemm_launch._gemm_kernel = _NothingToDo(gemm_launch._gemm_kernel)
-    gemm_hopper_launch._gemm_hopper_kernel = _NothingToDo(gemm_hopper_launch._gemm_hopper_kernel)
+    gemm_launch._gemm_kernel = NothingToDo(gemm_launch._gemm_kernel)
+    gemm_hopper_launch._gemm_hopper_kernel = NothingToDo(gemm_hopper_launch._gemm_hopper_kernel)
     stream = Group.stream
     work = [(world_size, dtype, True, False) for world_size in (2, 4, 8) for dtype in DENSE_DTYPES]
     work += [(world_size, dtype, False, False) for world_size in (2, 4) for dtype in DENSE_DTYPES]
@@ -112,9 +112,9 @@ def compile_part(index: int, count: int) -> None:
     work += [(4, None, True, False), (4, "large", True, False), (4, "large", False, False)]
     for world_size, dtype, is_virtual, hopper in work[index::count]:
         if isinstance(dtype, torch.dtype) and is_virtual:
-            _compile_steps(_one_rank(world_size, 0), dtype)
+            _compile_steps(one_rank(world_size, 0), dtype)
         for rank in {0, world_size - 1}:
-            group = _one_rank(world_size, rank)
+            group = one_rank(world_size, rank)
             Group.stream = stream if is_virtual else property(lambda group: None)  # type: ignore[assignment]
             if dtype == "large":
                 _compile_large(group)
@@ -123,7 +123,7 @@ def compile_part(index: int, count: int) -> None:
                     _compile(group, problem)
 
 
-def _one_rank(world_size: int, rank: int) -> Group:
+def one_rank(world_size: int, rank: int) -> Group:
     """A rank of a world of its own: the others make no calls. Its stream becomes the current one."""
     group = tileflux.local_groups(world_size, "cuda")[rank]
     torch.cuda.set_stream(group._transport.stream)

@@ -9,48 +9,27 @@ import pytest
 import torch
 
 import tileflux
-from tileflux import GemmConfig
-from tileflux.ops.routing import Routing
 from tileflux.symm.group import Group
-from tileflux.testing import assert_close, poisoned, run_ranks
+from tileflux.testing import assert_close, run_ranks
 from tileflux.testing.dense import DENSE_DTYPES
-from tileflux.testing.moe import ROUTING_KINDS, MoeCase, expected_ag, expected_rs, moe_ag_case, moe_routing, moe_rs_case
+from tileflux.testing.moe import ROUTING_KINDS, MoeCase, expected_ag, expected_rs, moe_routing, moe_rs_case
+
+from .moe_gpu import AG_STRATEGIES, RS_STRATEGIES, SMALL, combine, gather, layers, routed
 
 pytestmark = pytest.mark.gpu
 
-SMALL = GemmConfig(64, 64, 64, num_warps=4, num_stages=2, num_feeders=2, num_chunks=2)
 
-
-def _routed(group: Group, case: MoeCase, **options: Any) -> Routing:
-    given = case.routing.arguments(group.rank, group.device)
-    return tileflux.route(**given, group=group, block_m=SMALL.block_m, **options)
-
-
-def _gather(group: Group, case: MoeCase, strategy: str) -> None:
-    right, routing = expected_ag(case, group.rank), _routed(group, case)
-    out = poisoned((routing.capacity, right.shape[1]), case.out_dtype, group.device)
-    given = case.arguments(group.rank, group.device)
-    tileflux.moe_ag_gemm(**given, routing=routing, strategy=strategy, config=SMALL, out=out)
+def _check_gather(group: Group, case: MoeCase, strategy: str) -> None:
+    right, out = expected_ag(case, group.rank), gather(group, case, strategy)
     group.synchronize()
     what = f"moe_ag_gemm {strategy} {case.xs[0].dtype} {case.routing.sizes} on rank {group.rank}"
     assert_close(out[: len(right)].cpu(), right, dtype=case.out_dtype, reduction=case.num_terms, what=what)
     assert out[len(right) :].isnan().all(), f"{what}: written behind the last row"
 
 
-def _combine(group: Group, case: MoeCase, strategy: str) -> None:
-    right, routing = expected_rs(case, group.rank), _routed(group, case)
-    given = case.arguments(group.rank, group.device)
-    rows, scale = given.pop("x"), given.pop("scale_x", None)
-    given["h"] = torch.cat((rows, rows.new_zeros((routing.capacity - len(rows), rows.shape[1]))))
-    if isinstance(scale, torch.Tensor) and scale.dim():
-        scale = torch.cat((scale, scale.new_ones(routing.capacity - len(rows))))
-    if scale is not None:
-        given["scale_h"] = scale
-    results = []
-    for _ in range(2):
-        out = poisoned(right.shape, case.out_dtype, group.device)
-        tileflux.moe_gemm_rs(**given, routing=routing, strategy=strategy, config=SMALL, out=out)
-        results.append(out)
+def _check_combine(group: Group, case: MoeCase, strategy: str) -> None:
+    right, routing = expected_rs(case, group.rank), routed(group, case)
+    results = [combine(group, case, strategy, routing) for _ in range(2)]
     group.synchronize()
     what = f"moe_gemm_rs {strategy} {case.xs[0].dtype} {case.routing.sizes} on rank {group.rank}"
     reduction = case.num_terms * group.world_size
@@ -59,23 +38,12 @@ def _combine(group: Group, case: MoeCase, strategy: str) -> None:
 
 
 def _every_type(group: Group) -> None:
-    draws, world_size = random.Random(3), group.world_size
     for dtype in DENSE_DTYPES:
-        for number, kind in enumerate(ROUTING_KINDS):
-            ep_size = (1, 2, world_size)[number % 3]
-            sizes = [draws.choice((0, 17, 64, 130)) for _ in range(world_size)]
-            routing = moe_routing(
-                sizes, 4 * ep_size, draws.choice((1, 2, 3, 5, 8)), draws.randrange(2**32), ep_size=ep_size, kind=kind
-            )
-            scales = "channel" if dtype.itemsize == 1 else "none"
-            hidden, ffn = (64, 48 * routing.tp_size) if number % 2 else (136, 72 * routing.tp_size)
-            seed, options = draws.randrange(2**32), {"scales": scales}
-            first = moe_ag_case(routing, hidden, ffn, dtype, seed, bias=True, **options)  # type: ignore[arg-type]
-            second = moe_rs_case(routing, hidden, ffn, dtype, seed, **options)  # type: ignore[arg-type]
-            for strategy in ("fused", "sequential", "pipelined"):
-                _gather(group, first, strategy)
-                if strategy != "pipelined":
-                    _combine(group, second, strategy)
+        for first, second in layers(group.world_size, dtype):
+            for strategy in AG_STRATEGIES:
+                _check_gather(group, first, strategy)
+            for strategy in RS_STRATEGIES:
+                _check_combine(group, second, strategy)
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
@@ -138,7 +106,7 @@ def _stress(group: Group, num_calls: int) -> None:
         sizes = [draws.randrange(60) for _ in range(group.world_size)]
         routing = moe_routing(sizes, 8, 2, number, kind=draws.choice(ROUTING_KINDS))
         case = moe_rs_case(routing, 64, 48 * group.world_size, torch.bfloat16, number)
-        here = _routed(group, case)
+        here = routed(group, case)
         given = case.arguments(group.rank, group.device)
         rows = given.pop("x")
         h = torch.cat((rows, rows.new_zeros((here.capacity - len(rows), rows.shape[1]))))

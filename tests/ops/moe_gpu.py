@@ -1,0 +1,94 @@
+"""Calls of the ops of experts on a GPU: what ``test_moe_gpu.py`` makes, and what ``scripts/gpu-test`` compiles before.
+
+``python -m tests.ops.moe_gpu INDEX COUNT`` compiles one part of COUNT, launching nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import tileflux
+from tileflux import GemmConfig
+from tileflux.kernels import copy, gemm_launch, reduce
+from tileflux.kernels.prepare import prepare
+from tileflux.ops.routing import Routing
+from tileflux.symm.group import Group
+from tileflux.testing import poisoned
+from tileflux.testing.dense import DENSE_DTYPES
+from tileflux.testing.moe import ROUTING_KINDS, MoeCase, moe_ag_case, moe_routing, moe_rs_case
+
+from .dense_gpu import NothingToDo, one_rank
+
+SMALL = GemmConfig(64, 64, 64, num_warps=4, num_stages=2, num_feeders=2, num_chunks=2)
+AG_STRATEGIES = ("fused", "sequential", "pipelined")
+RS_STRATEGIES = ("fused", "sequential")
+
+
+def layers(world_size: int, dtype: torch.dtype) -> Iterator[tuple[MoeCase, MoeCase]]:
+    """Both products of a layer, of every kind of routing: uneven and no tokens, many choices, TP, EP and both."""
+    draws = random.Random(3)
+    for number, kind in enumerate(ROUTING_KINDS):
+        ep_size = (1, 2, world_size)[number % 3]
+        sizes = [draws.choice((0, 17, 64, 130)) for _ in range(world_size)]
+        routing = moe_routing(
+            sizes, 4 * ep_size, draws.choice((1, 2, 3, 5, 8)), draws.randrange(2**32), ep_size=ep_size, kind=kind
+        )
+        scales: Any = "channel" if dtype.itemsize == 1 else "none"
+        hidden, ffn = (64, 48 * routing.tp_size) if number % 2 else (136, 72 * routing.tp_size)
+        seed = draws.randrange(2**32)
+        yield (
+            moe_ag_case(routing, hidden, ffn, dtype, seed, bias=True, scales=scales),
+            moe_rs_case(routing, hidden, ffn, dtype, seed, scales=scales),
+        )
+
+
+def routed(group: Group, case: MoeCase, **options: Any) -> Routing:
+    """What the ranks of a case route, with tiles of ``SMALL``."""
+    given = case.routing.arguments(group.rank, group.device)
+    return tileflux.route(**given, group=group, block_m=SMALL.block_m, **options)
+
+
+def gather(group: Group, case: MoeCase, strategy: str) -> torch.Tensor:
+    """``moe_ag_gemm`` into memory full of NaN."""
+    routing, given = routed(group, case), case.arguments(group.rank, group.device)
+    out = poisoned((routing.capacity, given["weight"].shape[1]), case.out_dtype, group.device)
+    return tileflux.moe_ag_gemm(**given, routing=routing, strategy=strategy, config=SMALL, out=out)
+
+
+def combine(group: Group, case: MoeCase, strategy: str, routing: Routing) -> torch.Tensor:
+    """``moe_gemm_rs`` into memory full of NaN."""
+    given = case.arguments(group.rank, group.device)
+    rows, scale = given.pop("x"), given.pop("scale_x", None)
+    given["h"] = torch.cat((rows, rows.new_zeros((routing.capacity - len(rows), rows.shape[1]))))
+    if isinstance(scale, torch.Tensor) and scale.dim():
+        scale = torch.cat((scale, scale.new_ones(routing.capacity - len(rows))))
+    if scale is not None:
+        given["scale_h"] = scale
+    shape = (routing.sizes[group.rank], given["weight"].shape[1])
+    out = poisoned(shape, case.out_dtype, group.device)
+    return tileflux.moe_gemm_rs(**given, routing=routing, strategy=strategy, config=SMALL, out=out)
+
+
+def compile_part(index: int, count: int) -> None:
+    """Compile every ``count``-th part from ``index`` on, as virtual ranks and as processes would have it."""
+    gemm_launch._gemm_kernel = NothingToDo(gemm_launch._gemm_kernel)
+    copy._move_kernel, reduce._reduce_kernel = NothingToDo(copy._move_kernel), NothingToDo(reduce._reduce_kernel)
+    stream = Group.stream
+    worlds = [(world_size, True) for world_size in (2, 4, 8)] + [(4, False)]
+    for (world_size, is_virtual), dtype in [(world, dtype) for dtype in DENSE_DTYPES for world in worlds][index::count]:
+        group = one_rank(world_size, world_size - 1)
+        Group.stream = stream if is_virtual else property(lambda group: None)  # type: ignore[assignment]
+        prepare(group)
+        for first, second in layers(world_size, dtype):
+            for strategy in RS_STRATEGIES:
+                gather(group, first, strategy)
+                combine(group, second, strategy, routed(group, second))
+
+
+if __name__ == "__main__":
+    compile_part(int(sys.argv[1]), int(sys.argv[2]))
