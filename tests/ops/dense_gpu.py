@@ -21,6 +21,7 @@ from tileflux.kernels.dense import multiply
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.prepare import prepare
 from tileflux.kernels.turns import gather_shards, turn
+from tileflux.ops._dense import as_scale
 from tileflux.symm.group import Group
 from tileflux.testing import assert_close, poisoned
 from tileflux.testing.dense import DENSE_DTYPES, SCALED_DTYPES, DenseCase, ag_case, expected, reduction, rs_case
@@ -147,7 +148,8 @@ def _compile(group: Group, problem: Problem) -> None:
     if problem.options.get("algorithm") != "two_shot":
         getattr(tileflux, problem.op)(**arguments, group=group, strategy="fused", **problem.options)
     if group.stream is not None and problem.options:  # what virtual ranks multiply with instead of the library
-        weight, scales = arguments["weight"], (arguments.get("scale_x"), arguments.get("scale_weight"))
+        weight = arguments["weight"]
+        scales = [as_scale(arguments.get(name), weight) for name in ("scale_x", "scale_weight")]
         out = torch.empty(len(arguments["x"]), len(weight), dtype=problem.case.out_dtype, device="cuda")
         operands = Operands(arguments["x"], weight, out, arguments.get("bias"), *scales)
         multiply(group, operands, problem.options["config"], load_only=True)

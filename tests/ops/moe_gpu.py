@@ -56,21 +56,30 @@ def routed(group: Group, case: MoeCase, **options: Any) -> Routing:
 def gather(group: Group, case: MoeCase, strategy: str) -> torch.Tensor:
     """``moe_ag_gemm`` into memory full of NaN."""
     routing, given = routed(group, case), case.arguments(group.rank, group.device)
-    out = poisoned((routing.capacity, given["weight"].shape[1]), case.out_dtype, group.device)
+    out = poisoned((routing.capacity, given["weight"].shape[1]), case.out_dtype).to(group.device)
     return tileflux.moe_ag_gemm(**given, routing=routing, strategy=strategy, config=SMALL, out=out)
 
 
-def combine(group: Group, case: MoeCase, strategy: str, routing: Routing) -> torch.Tensor:
-    """``moe_gemm_rs`` into memory full of NaN."""
-    given = case.arguments(group.rank, group.device)
+def combine_arguments(group: Group, case: MoeCase, routing: Routing) -> dict[str, Any]:
+    """What a rank passes to ``moe_gemm_rs``, by name, less its routing: rows with what there is room for behind them.
+
+    Made on the CPU: torch would load kernels for it, perhaps while a virtual rank waits (``kernels/loading.py``).
+    """
+    given = case.arguments(group.rank)
     rows, scale = given.pop("x"), given.pop("scale_x", None)
     given["h"] = torch.cat((rows, rows.new_zeros((routing.capacity - len(rows), rows.shape[1]))))
     if isinstance(scale, torch.Tensor) and scale.dim():
         scale = torch.cat((scale, scale.new_ones(routing.capacity - len(rows))))
     if scale is not None:
         given["scale_h"] = scale
+    return {name: each.to(group.device) if isinstance(each, torch.Tensor) else each for name, each in given.items()}
+
+
+def combine(group: Group, case: MoeCase, strategy: str, routing: Routing) -> torch.Tensor:
+    """``moe_gemm_rs`` into memory full of NaN."""
+    given = combine_arguments(group, case, routing)
     shape = (routing.sizes[group.rank], given["weight"].shape[1])
-    out = poisoned(shape, case.out_dtype, group.device)
+    out = poisoned(shape, case.out_dtype).to(group.device)
     return tileflux.moe_gemm_rs(**given, routing=routing, strategy=strategy, config=SMALL, out=out)
 
 

@@ -104,18 +104,15 @@ def run_combine(group: Group, operands: Operands, rows: tuple[int, ...], strateg
         _run(operands, COMBINE, config, group, turn(group, plan), releases=True)
         return
     products = _own_part(operands, groups.capacity)
-    load_once(group.device, (COMBINE.name, out.dtype), partial(_add_up_nothing, out), group)
+    add_up = partial(sum_choices, products.out, groups.positions, groups.weights, out.dtype)
+    if group.stream is not None:
+        # Torch has other kernels for other shapes: those of this call, of what is in memory already.
+        load_once(group.device, (COMBINE.name, out.dtype, products.out.shape, groups.positions.shape), add_up, group)
     multiply(group, products, config, load_only=True)
     multiply(group, products, config)
-    sums = sum_choices(products.out, groups.positions, groups.weights).to(out.dtype)
+    sums = add_up()
     sizes = tuple(count * operands.num_columns * out.element_size() for count in rows)
     reduce(group, COMBINE.name, sums, out, reduce_plan(group.rank, sizes, scatter=True))
-
-
-def _add_up_nothing(like: torch.Tensor) -> None:
-    """What ``sum_choices`` takes of torch, loaded."""
-    positions = torch.zeros((1, 1), dtype=torch.int32, device=like.device)
-    sum_choices(like.new_zeros((1, 8)), positions, torch.zeros((1, 1), device=like.device)).to(like.dtype)
 
 
 def run_spread(group: Group, operands: Operands, config: GemmConfig) -> None:

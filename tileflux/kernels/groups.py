@@ -175,18 +175,23 @@ def _constant(words: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(words, dtype=torch.int32).to(device)
 
 
-def sum_choices(rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """``[num_tokens, ...]``, fp32: the rows at each token's ``positions [num_tokens, top_k]``, weighted, added up.
+def sum_choices(
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """``[num_tokens, ...]``: the rows at each token's ``positions [num_tokens, top_k]``, weighted, added up in fp32.
 
-    In the order of choices; those that are not here are left out.
+    In the order of choices; those that are not here are left out. The sum is rounded to ``dtype``.
     """
     total = torch.zeros((len(positions), *rows.shape[1:]), dtype=torch.float32, device=rows.device)
     if not len(rows):
-        return total
+        return total.to(dtype)
     for choice in range(positions.shape[1]):
         place = positions[:, choice]
         value = rows[place.clamp(min=0).long()].float()
         if weights is not None:
             value = value * weights[:, choice, None]
         total += torch.where((place >= 0)[:, None], value, 0)
-    return total
+    return total.to(dtype)

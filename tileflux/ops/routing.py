@@ -112,33 +112,63 @@ def route(
     elif not 16 <= block_m <= 1024 or block_m & (block_m - 1):
         raise ValueError(f"route: block_m={block_m} should be a power of two from 16 to 1024")
     begin("route", group, (rows, top_k, num_experts, ep_size, capacity))
-    _load(group, rows, top_k, num_experts // ep_size, capacity, block_m)
-    # Clamped: in 32 bits a number that is no expert's might become that of one.
-    chosen = expert_ids.clamp(-1, num_experts).to(torch.int32)
-    packed = torch.cat((chosen, weights.detach().float().view(torch.int32)), dim=1)
-    ids, bits = all_gather(packed, group=group, sizes=rows).split(top_k, dim=1)
-    gathered = bits.contiguous().view(torch.float32)
-    experts, stages = _experts(group, num_experts, ep_size), sources_of(rows, group.rank, group.device)
-    sorted_rows = sort_rows(ids, stages, experts, group.world_size, capacity)
-    groups = cut_tiles(sorted_rows, capacity, block_m, gathered)
-    missing = _num_missing(ids, num_experts // ep_size, ep_size, capacity) if capacity < most else None
-    return Routing(
-        group, num_experts, top_k, ep_size, rows, capacity, weights, gathered, sorted_rows, groups, missing
-    )  # fmt: skip
+    sort = _Sorting(group, rows, top_k, num_experts, ep_size, capacity, block_m)
+    sort.load(expert_ids, weights)
+    packed = all_gather(sort.pack(expert_ids, weights), group=group, sizes=rows)
+    return sort.unpack(packed, weights)
 
 
-def _load(group: Group, rows: tuple[int, ...], top_k: int, num_experts: int, capacity: int, block_m: int) -> None:
-    """Have torch load what sorting takes, before anything waits: virtual ranks share a GPU (``kernels/loading.py``)."""
+@dataclass(frozen=True)
+class _Sorting:
+    """What ``route`` does on the device before and after choices are gathered."""
 
-    def sort() -> None:
-        device = group.device
-        ids = torch.zeros((sum(rows), top_k), dtype=torch.int32, device=device)
-        stages = sources_of(rows, group.rank, device)
-        sorted_rows = sort_rows(ids, stages, range(num_experts), group.world_size, capacity)
-        cut_tiles(sorted_rows, capacity, block_m, torch.zeros(ids.shape, device=device)).of_stage(0)
-        _num_missing(ids, num_experts, 1, capacity)
+    group: Group
+    rows: tuple[int, ...]
+    top_k: int
+    num_experts: int
+    ep_size: int
+    capacity: int
+    block_m: int
 
-    load_once(group.device, ("route", rows, top_k, num_experts, capacity, block_m), sort, group)
+    def pack(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """``[T_r, 2 k]``, int32: choices, and the bits of their weights."""
+        # Clamped: in 32 bits a number that is no expert's might become that of one.
+        chosen = expert_ids.clamp(-1, self.num_experts).to(torch.int32)
+        return torch.cat((chosen, weights.detach().float().view(torch.int32)), dim=1)
+
+    def unpack(self, packed: torch.Tensor, own_weights: torch.Tensor) -> Routing:
+        """The routing, from what all ranks have packed."""
+        group, capacity, num_each = self.group, self.capacity, self.num_experts // self.ep_size
+        ids, bits = packed.split(self.top_k, dim=1)
+        weights = bits.contiguous().view(torch.float32)
+        experts = _experts(group, self.num_experts, self.ep_size)
+        stages = sources_of(self.rows, group.rank, group.device)
+        rows = sort_rows(ids, stages, experts, group.world_size, capacity)
+        groups = cut_tiles(rows, capacity, self.block_m, weights)
+        missing = _num_missing(ids, num_each, self.ep_size, capacity) if capacity < ids.numel() else None
+        return Routing(
+            group, self.num_experts, self.top_k, self.ep_size, self.rows, capacity, own_weights, weights, rows, groups,
+            missing,
+        )  # fmt: skip
+
+    def load(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """What must not happen later: a copy from the host, which no graph can capture; and on virtual ranks, loading
+        (``kernels/loading.py``)."""
+        group, top_k, num_tokens = self.group, self.top_k, sum(self.rows)
+        here = (self.rows, group.rank, group.device)
+        load_once(group.device, ("route", *here, top_k, self.capacity, self.block_m), lambda: sources_of(*here))
+        if group.stream is None:
+            return
+
+        def once() -> None:
+            self.pack(expert_ids, weights)
+            nothing = torch.zeros((num_tokens, 2 * top_k), dtype=torch.int32, device=group.device)
+            self.unpack(nothing, weights).groups.of_stage(0)
+
+        # Torch has kernels of its own for types and sizes: for a sort of up to so many elements, say.
+        sizes = (len(expert_ids), num_tokens * top_k, self.capacity, self.num_experts)
+        classes = tuple(max(0, size - 1).bit_length() for size in sizes)
+        load_once(group.device, ("route", classes, top_k, expert_ids.dtype, weights.dtype), once, group)
 
 
 def _num_missing(ids: torch.Tensor, num_each: int, num_sets: int, capacity: int) -> torch.Tensor:
