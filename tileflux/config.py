@@ -275,8 +275,9 @@ class GemmConfig:
     """How a GEMM is cut into tiles and given to programs.
 
     ``num_feeders`` programs of an all-gather GEMM send rows while the others multiply, and ``num_chunks`` is how many
-    flags announce one rank's rows. ``num_sms`` bounds the programs of a launch; None takes what the GPU, or the
-    group's share of it, has; under Triton's interpreter it is for the simulator, which runs programs side by side. All
+    flags announce one rank's rows; tiles of ``span`` such chunks go through the weight together, so that it is read once
+    for all of them. ``num_sms`` bounds the programs of a launch; None takes what the GPU, or the group's share of it,
+    has; under Triton's interpreter it is for the simulator, which runs programs side by side. All
     ranks of a call use the same numbers.
 
     ``fetches``: where ranks share a GPU, programs take tiles as they come, so that one that starts late, because
@@ -295,6 +296,7 @@ class GemmConfig:
     num_stages: int = 3
     num_feeders: int = 4
     num_chunks: int = 1
+    span: int = 1
     num_sms: int | None = None
     fetches: bool = False
     hopper: bool = False
@@ -309,7 +311,7 @@ class GemmConfig:
             raise ValueError(f"num_warps={self.num_warps} should be 1, 2, 4, 8 or 16")
         if not 1 <= self.num_chunks <= MAX_CHUNKS:
             raise ValueError(f"num_chunks={self.num_chunks} should be from 1 to {MAX_CHUNKS}")
-        for name in ("group_m", "num_stages", "num_feeders"):
+        for name in ("group_m", "num_stages", "num_feeders", "span"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} should be at least 1")
         if self.num_sms is not None and self.num_sms < 2:
