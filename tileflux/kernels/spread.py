@@ -114,29 +114,25 @@ def _spread_kernel(
     """One program per lane. Where the rows of a rank begin is known once the first message of every rank is there."""
     rank = tl.load(guard_ptr + _RANK).to(tl.int32)
     lane = tl.program_id(0)
-    steps = num_steps(table_ptr, WORLD)
-    if steps > 0:
-        _send(x, notes, sent, rank * 0, table_ptr, boxes_ptr, guard_ptr, op, rank, WORLD, LANES, SLOT_BYTES, BLOCK)
-        counts = _await_counts(sent, received, table_ptr, boxes_ptr, guard_ptr, op, rank, WORLD, LANES, SLOT_BYTES)
-        ranks = tl.arange(0, triton.next_power_of_2(WORLD))
-        for step in range(steps):
-            if step > 0:
-                _send(x, notes, sent, step, table_ptr, boxes_ptr, guard_ptr, op, rank, WORLD, LANES, SLOT_BYTES, BLOCK)
-            for hop in range(WORLD):
-                source = (rank + WORLD - hop) % WORLD
-                base = tl.sum(tl.where(ranks < source, counts, 0), axis=0)
-                if step < num_pieces(table_ptr, source):
-                    if hop == 0:
-                        _keep(
-                            x, notes, sent, out, out_notes, arrived, base, capacity, step, table_ptr, rank, WORLD, BLOCK
-                        )
-                    else:
-                        sequence = first_taken(boxes_ptr, rank, lane, source, WORLD, LANES) + step
-                        slot = await_message(
-                            boxes_ptr, guard_ptr, op, rank, lane, source, sequence, WORLD, LANES, SLOT_BYTES
-                        )
-                        _take(slot, out, out_notes, arrived, base, capacity, step, table_ptr, source, WORLD, BLOCK)
-                        release_message(boxes_ptr, rank, lane, source, sequence, WORLD, LANES)
+    ranks = tl.arange(0, triton.next_power_of_2(WORLD))
+    counts = ranks * 0
+    for step in range(num_steps(table_ptr, WORLD)):
+        _send(x, notes, sent, step, table_ptr, boxes_ptr, guard_ptr, op, rank, WORLD, LANES, SLOT_BYTES, BLOCK)
+        if step == 0:
+            counts = _await_counts(sent, received, table_ptr, boxes_ptr, guard_ptr, op, rank, WORLD, LANES, SLOT_BYTES)
+        for hop in range(WORLD):
+            source = (rank + WORLD - hop) % WORLD
+            base = tl.sum(tl.where(ranks < source, counts, 0), axis=0)
+            if step < num_pieces(table_ptr, source):
+                if hop == 0:
+                    _keep(x, notes, sent, out, out_notes, arrived, base, capacity, step, table_ptr, rank, WORLD, BLOCK)
+                else:
+                    sequence = first_taken(boxes_ptr, rank, lane, source, WORLD, LANES) + step
+                    slot = await_message(
+                        boxes_ptr, guard_ptr, op, rank, lane, source, sequence, WORLD, LANES, SLOT_BYTES
+                    )
+                    _take(slot, out, out_notes, arrived, base, capacity, step, table_ptr, source, WORLD, BLOCK)
+                    release_message(boxes_ptr, rank, lane, source, sequence, WORLD, LANES)
     confirm(guard_ptr, op)
     for hop in range(1, WORLD):
         peer = (rank + hop) % WORLD

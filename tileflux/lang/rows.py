@@ -93,8 +93,8 @@ def _run(table, rank):
 def number_of(sent, rank, tokens, count, inside):
     """The number of each of ``tokens``, of ``count`` here, among those that go to ``rank``; -1 if it does not go."""
     words = typed(sent, tl.int32, False) + rank * (count + 1) + tokens
-    before = tl.load(words, mask=inside, other=0)
-    return tl.where(tl.load(words + 1, mask=inside, other=0) > before, before, -1)
+    before = tl.load(words, mask=inside)
+    return tl.where(tl.load(words + 1, mask=inside) > before, before, -1)
 
 
 @triton.jit

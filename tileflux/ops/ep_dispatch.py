@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tileflux.ops._call import as_bytes, begin, check_tensor, guarded
+from tileflux.ops._call import as_bytes, begin, check_tensor, dense, guarded
 from tileflux.ops._dense import FLOATS, as_scale
 from tileflux.ops._ep import Choices, Dispatched, check_strategy, identity, spread
 from tileflux.ops._library import eager_only, register
@@ -201,7 +201,7 @@ def ep_dispatch_reference(
     dist.all_to_all_single(recv, send, group=process_group)
     order, found = torch.cat(picked), []
     for tensor in (x, expert_ids, weights.float()):
-        rows = as_bytes(tensor.contiguous()).view(len(tensor), -1)[order] if tensor.numel() else None
+        rows = as_bytes(dense(tensor)).view(len(tensor), -1)[order] if tensor.numel() else None
         row_bytes = tensor.shape[1] * tensor.element_size()
         out = torch.empty(int(recv.sum()) * row_bytes, dtype=torch.uint8, device=x.device)
         sent = torch.empty(0, dtype=torch.uint8, device=x.device) if rows is None else rows.reshape(-1)
