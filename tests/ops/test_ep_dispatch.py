@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import tileflux
-from tileflux.ops import ep_dispatch_reference
+from tileflux.ops import _ep, ep_dispatch_reference
 from tileflux.symm.group import Group
 from tileflux.testing import assert_close, run_ranks
 from tileflux.testing.moe import ROUTING_KINDS, MoeRouting
@@ -249,6 +250,31 @@ def _registration(group: Group) -> None:
 
 def test_registration() -> None:
     run_ranks(_registration, 1, timeout_s=120)
+
+
+def _loading(group: Group) -> list[object]:
+    """What virtual ranks on a GPU run beforehand, run here; by whichever comes first, so all must come to the same."""
+    keys: list[object] = []
+
+    def load(device: torch.device, key: object, launch: Any, group: Group | None = None) -> None:
+        keys.append(key)
+        launch()
+
+    with (
+        mock.patch.object(_ep, "load_once", load),
+        mock.patch.object(Group, "stream", property(lambda group: "its own")),
+    ):
+        draws = random.Random(9)
+        for dtype in (*FLOATS, *SCALED):
+            case = drawn_case(group.world_size, dtype, draws)
+            found = dispatch(group, case, capacity=draws.choice((None, case.most, case.most + 1)))
+            check_dispatched(group, case, found)
+    return keys
+
+
+def test_what_virtual_ranks_load_is_the_same_on_all() -> None:
+    first, *others = run_ranks(_loading, 3)
+    assert len(first) > len((*FLOATS, *SCALED)) and all(other == first for other in others)
 
 
 def _odd_weights(group: Group) -> None:

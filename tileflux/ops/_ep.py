@@ -18,12 +18,22 @@ from tileflux.kernels.loading import load_once
 from tileflux.kernels.plan import gather_plan, reduce_plan
 from tileflux.kernels.reduce import reduce
 from tileflux.kernels.spread import spread_rows
-from tileflux.ops._call import begin, dense, guarded
+from tileflux.ops._call import REDUCIBLE, begin, dense, guarded
 from tileflux.ops._library import register
-from tileflux.ops.routing import raise_if_missing
+from tileflux.ops.routing import raise_if_missing, readable
 from tileflux.symm.group import Group, group_by_name
 
-__all__ = ["STRATEGIES", "Choices", "Dispatched", "Moved", "check_strategy", "combine", "identity", "spread"]
+__all__ = [
+    "STRATEGIES",
+    "Choices",
+    "Dispatched",
+    "Moved",
+    "check_strategy",
+    "combine",
+    "identity",
+    "num_missing",
+    "spread",
+]
 
 STRATEGIES = ("auto", "sequential", "fused")
 
@@ -143,23 +153,31 @@ class Choices:
         return weights, scales, rows.starts.diff(), rows.slots // top_k, positions
 
     def load(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, sizes: tuple[int, ...]) -> None:
-        """Have torch load, on virtual ranks, what it will need while others wait (``kernels/loading.py``)."""
-        if self.group.stream is None:
+        """What must not happen later: a copy from the host, which no graph can capture; and on virtual ranks, loading
+        (``kernels/loading.py``): by whichever rank comes first, so for the sizes of all of them."""
+        load_once(x.device, ("ep", sizes), lambda: sources_of(sizes, 0, x.device))
+        if self.group.stream is None or not sum(sizes):
             return
 
         def once() -> None:
-            sent = self.sent(expert_ids)
-            notes = self.pack(expert_ids, weights, weights.new_zeros(len(weights)).float() if self.is_scaled else None)
-            out = torch.full((self.capacity, notes.shape[1]), -1, dtype=torch.int32, device=x.device)
-            _, _, _, row_tokens, positions = self.unpack(out)
-            _pick(x.new_zeros((self.capacity, 1)), row_tokens)
+            for size in set(sizes):
+                ids, gates = expert_ids.new_zeros((size, self.top_k)), weights.detach().new_zeros((size, self.top_k))
+                scale = torch.zeros(size, dtype=torch.float32, device=x.device) if self.is_scaled else None
+                self.pack(ids, gates, scale)
+                _numbers(self.sent(ids)).t().contiguous()
+            words = 2 * self.top_k + self.is_scaled
+            notes = torch.full((self.capacity, words), -1, dtype=torch.int32, device=x.device)
+            shares, _, _, row_tokens, positions = self.unpack(notes)
             numbers = torch.zeros((sum(sizes), len(sizes)), dtype=torch.int32, device=x.device)
-            _place(self.group, sizes, numbers, self.capacity)
-            _tokens_of(numbers[:, 0], self.capacity)
-            sum_choices(x.new_zeros((self.capacity * self.top_k, 1)).float(), positions, None)
-            _numbers(sent)
+            arrived, received = _place(self.group, sizes, numbers, self.capacity)
+            tokens = _tokens_of(arrived, self.capacity)
+            _notes_of(notes[:0].new_zeros((sum(sizes), words)), tokens, notes, received, self.group.rank)
+            num_missing(received, self.capacity)
+            rows = _pick(_pick(x.new_zeros((sum(sizes), 1)), tokens), row_tokens)
+            for dtype in REDUCIBLE:
+                _sums(rows.to(dtype) if self.capacity else rows.float(), shares, positions, arrived)
 
-        counts = (len(x), sum(sizes), self.capacity, self.top_k, self.num_experts)
+        counts = (*sorted(sizes), sum(sizes), self.capacity, self.top_k, self.num_experts)
         classes = tuple(max(0, count - 1).bit_length() for count in counts)
         load_once(x.device, ("ep", classes, x.dtype, expert_ids.dtype, weights.dtype, self.is_scaled), once, self.group)
 
@@ -187,8 +205,7 @@ def spread(
         )
         arrived, received = _place(group, sizes, numbers, capacity)
         tokens = _tokens_of(arrived, capacity)
-        is_here = (torch.arange(capacity, device=x.device) < received[:, group.rank].sum())[:, None]
-        out_notes = torch.where(is_here, all_notes[tokens], out_notes)
+        out_notes = _notes_of(all_notes, tokens, out_notes, received, group.rank)
         return Moved(_pick(whole, tokens), out_notes, arrived, received)
     arrived = torch.empty(num_tokens, dtype=torch.int32, device=x.device)
     received = torch.empty((world_size, world_size), dtype=torch.int32, device=x.device)
@@ -207,12 +224,18 @@ def combine(
     if strategy != "sequential":
         gather_rows(group, op, rows, positions, weights, sent.contiguous(), arrived.contiguous(), sizes, out)
         return
-    sums = torch.zeros((sum(sizes), rows.shape[1]), dtype=rows.dtype, device=rows.device)
-    if len(positions):
-        place = arrived.clamp(min=0).long()
-        sums = sum_choices(rows, torch.where((arrived >= 0)[:, None], positions[place], -1), weights[place], rows.dtype)
     row_bytes = rows.shape[1] * rows.element_size()
-    reduce(group, op, sums, out, reduce_plan(group.rank, tuple(size * row_bytes for size in sizes), scatter=True))
+    plan = reduce_plan(group.rank, tuple(size * row_bytes for size in sizes), scatter=True)
+    reduce(group, op, _sums(rows, weights, positions, arrived), out, plan)
+
+
+def _sums(rows: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+    """``[tokens, H]``: what this rank has made of all ranks' tokens; 0 of those that are not here."""
+    if not len(positions):
+        return rows.new_zeros((len(arrived), rows.shape[1]))
+    place = arrived.clamp(min=0).long()
+    here = torch.where((arrived >= 0)[:, None], positions[place], -1)
+    return sum_choices(rows, here, weights[place], rows.dtype)
 
 
 def _all_gather(group: Group, op: str, x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -246,6 +269,19 @@ def _tokens_of(arrived: torch.Tensor, capacity: int) -> torch.Tensor:
     tokens = torch.zeros(capacity + 1, dtype=torch.int64, device=arrived.device)
     place = torch.where(arrived < 0, capacity, arrived).long()
     return tokens.scatter_(0, place, torch.arange(len(arrived), device=arrived.device))[:capacity]
+
+
+def _notes_of(
+    notes: torch.Tensor, tokens: torch.Tensor, nothing: torch.Tensor, received: torch.Tensor, rank: int
+) -> torch.Tensor:
+    """The notes of received tokens; behind the last one, ``nothing``."""
+    is_here = torch.arange(len(tokens), device=tokens.device) < received[:, rank].sum()
+    return torch.where(is_here[:, None], notes[tokens], nothing)
+
+
+def num_missing(received: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Tokens too many for the rank with the most, not for this one alone: all ranks must come to the same end."""
+    return readable((received.sum(0).max() - capacity).clamp(min=0))
 
 
 def _pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

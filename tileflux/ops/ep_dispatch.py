@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from tileflux.ops._call import as_bytes, begin, check_tensor, dense, guarded
 from tileflux.ops._dense import FLOATS, as_scale
-from tileflux.ops._ep import Choices, Dispatched, check_strategy, identity, spread
+from tileflux.ops._ep import Choices, Dispatched, check_strategy, identity, num_missing, spread
 from tileflux.ops._library import eager_only, register
-from tileflux.ops.routing import check_choices, readable
+from tileflux.ops.routing import check_choices
 from tileflux.symm.group import Group, group_by_name
 
 __all__ = ["Dispatched", "ep_dispatch", "ep_dispatch_reference"]
@@ -58,8 +58,7 @@ def ep_dispatch(
     tokens, shares, scales, counts, row_tokens, positions, arrived, sent, received = torch.ops.tileflux.ep_dispatch(
         x, expert_ids, weights, scale, group.name, list(rows), room, num_experts, strategy
     )
-    # Of the rank with the most, not of this one alone: all ranks must come to the same end.
-    missing = readable((received.sum(0).max() - room).clamp(min=0)) if room < sum(rows) else None
+    missing = num_missing(received, room) if room < sum(rows) else None
     found = Dispatched(
         group, num_experts, rows, room, tokens, None if scale is None else scales, shares, counts, row_tokens,
         positions, arrived, sent, missing,
@@ -205,8 +204,8 @@ def ep_dispatch_reference(
         row_bytes = tensor.shape[1] * tensor.element_size()
         out = torch.empty(int(recv.sum()) * row_bytes, dtype=torch.uint8, device=x.device)
         sent = torch.empty(0, dtype=torch.uint8, device=x.device) if rows is None else rows.reshape(-1)
-        sizes = [[count * row_bytes for count in counts] for counts in (recv.tolist(), send.tolist())]
-        dist.all_to_all_single(out, sent, *sizes, group=process_group)
+        come, go = ([count * row_bytes for count in counts] for counts in (recv.tolist(), send.tolist()))
+        dist.all_to_all_single(out, sent, come, go, group=process_group)
         found.append(out.view(tensor.dtype).view(-1, tensor.shape[1]))
     tokens, ids, shares = found
     is_here = ids.div(num_each, rounding_mode="floor") == rank
