@@ -139,30 +139,30 @@ def _add_up(
     ELEMENT: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr, SLOT_BYTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """This step's own tokens: the sums of all ranks that they were sent to."""
-    begin, count, shift, nbytes = piece(table, rank, step)
-    row_bytes = plan_word(table, _ROW_BYTES)
+    _, count, _, nbytes = piece(table, rank, step)
     for number in range(count):
-        token = begin + number
-        place = out + token.to(tl.int64) * row_bytes + shift
-        if ((rows | out | nbytes | row_bytes) & 15) == 0:
+        if ((rows | out | nbytes | plan_word(table, _ROW_BYTES)) & 15) == 0:
             _add_token(
-                place, rows, positions, weights, sent, arrived, top_k, number, token, step, shift, nbytes, table, boxes,
-                rank, ELEMENT, True, WORLD, LANES, SLOT_BYTES, BLOCK,
+                rows, positions, weights, sent, arrived, out, top_k, number, step, table, boxes, rank,
+                ELEMENT, True, WORLD, LANES, SLOT_BYTES, BLOCK,
             )  # fmt: skip
         else:
             _add_token(
-                place, rows, positions, weights, sent, arrived, top_k, number, token, step, shift, nbytes, table, boxes,
-                rank, ELEMENT, False, WORLD, LANES, SLOT_BYTES, BLOCK,
+                rows, positions, weights, sent, arrived, out, top_k, number, step, table, boxes, rank,
+                ELEMENT, False, WORLD, LANES, SLOT_BYTES, BLOCK,
             )  # fmt: skip
 
 
 @triton.jit
 def _add_token(
-    place, rows, positions, weights, sent, arrived, top_k, number, token, step, shift, nbytes, table, boxes, rank,
+    rows, positions, weights, sent, arrived, out, top_k, number, step, table, boxes, rank,
     ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,
     WORLD: tl.constexpr, LANES: tl.constexpr, SLOT_BYTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     lane, own = tl.program_id(0), num_tokens(table, rank)
+    begin, _, shift, nbytes = piece(table, rank, step)
+    token = begin + number
+    place = out + token.to(tl.int64) * plan_word(table, _ROW_BYTES) + shift
     in_slot = plan_word(table, _ROWS) + number * plan_word(table, _SLAB_BYTES)
     num_elements = _num_elements(nbytes, ELEMENT, ALIGNED)
     for block in range(tl.cdiv(num_elements, BLOCK)):
