@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tileflux
+from tileflux import env
 from tileflux.ops import ep_combine_reference
 from tileflux.symm.group import Group
 from tileflux.testing import assert_close, run_ranks
@@ -61,6 +62,14 @@ def test_interpreted(world_size: int, config: Any) -> None:
 
 def test_virtual_ranks() -> None:
     run_ranks(_every_type, 2, args=(int(torch.randint(2**30, ())), "host"), where="virtual")
+
+
+@pytest.mark.parametrize("config", [None, NARROW], ids=["", "narrow"])
+def test_through_a_link(config: Any) -> None:
+    """There and back by the group's copying thread."""
+    with env.scoped({"TILEFLUX_LINK": "500MB/s,50us"}):
+        args = (int(torch.randint(2**30, ())), "host", 6)
+        run_ranks(_every_type, 2, args=args, group_kwargs={"config": config})
 
 
 def _against_reference(group: Group) -> None:

@@ -139,6 +139,11 @@ def _nothing(group: Group) -> None:
             assert found.counts.sum() == 0 and (found.positions == -1).all() and (found.arrived == -1).all()
             y = tileflux.ep_combine(torch.full((6 * group.world_size, 5), torch.nan), found, strategy=strategy)
             assert_close(y, torch.zeros(3, 5), reduction=0)
+            ids[:, 0] = 0  # goes, and the other choice with it
+            found = tileflux.ep_dispatch(
+                torch.ones(3, 5), ids, torch.ones(3, 2), num_experts=4, group=group, strategy=strategy
+            )
+            assert found.counts.sum() == (3 * group.world_size if group.rank == 0 else 0)
         # Tokens without columns are counted all the same.
         found = tileflux.ep_dispatch(
             torch.ones(3, 0), torch.zeros(3, 1).long(), torch.ones(3, 1), num_experts=4, group=group, strategy=strategy
