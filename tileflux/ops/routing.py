@@ -153,7 +153,7 @@ class _Sorting:
 
     def load(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
         """What must not happen later: a copy from the host, which no graph can capture; and on virtual ranks, loading
-        (``kernels/loading.py``)."""
+        (``kernels/loading.py``): by whichever rank comes first, so for the sizes of all of them."""
         group, top_k, num_tokens = self.group, self.top_k, sum(self.rows)
         here = (self.rows, group.rank, group.device)
         load_once(group.device, ("route", *here, top_k, self.capacity, self.block_m), lambda: sources_of(*here))
@@ -161,12 +161,13 @@ class _Sorting:
             return
 
         def once() -> None:
-            self.pack(expert_ids, weights)
+            for size in set(self.rows):
+                self.pack(expert_ids.new_zeros((size, top_k)), weights.detach().new_zeros((size, top_k)))
             nothing = torch.zeros((num_tokens, 2 * top_k), dtype=torch.int32, device=group.device)
             self.unpack(nothing, weights).groups.of_stage(0)
 
         # Torch has kernels of its own for types and sizes: for a sort of up to so many elements, say.
-        sizes = (len(expert_ids), num_tokens * top_k, self.capacity, self.num_experts)
+        sizes = (*sorted(self.rows), num_tokens * top_k, self.capacity, self.num_experts)
         classes = tuple(max(0, size - 1).bit_length() for size in sizes)
         load_once(group.device, ("route", classes, top_k, expert_ids.dtype, weights.dtype), once, group)
 
