@@ -86,7 +86,7 @@ def launch_rows(group: Group, op: str, kernel, plan, tensors, number: int, **set
         nothing = plan_rows((0,) * group.world_size, 0, None, group.config)
         kernel[(1,)](*addresses, tables.find(nothing, lambda: nothing.words), *rest, **settings)
 
-    load_once(group.device, (kernel.__name__, *settings.items()), load, group)
+    load_once(group.device, ("rows", plan.has_head, *settings.items()), load, group)
     table = tables.find(plan, lambda: plan.words)
     with launching(group):
         kernel[(plan.num_lanes,)](*addresses, table, *rest, **settings)
