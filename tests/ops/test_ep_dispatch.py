@@ -226,6 +226,28 @@ def test_gradients(world_size: int, dtype: torch.dtype, strategy: str) -> None:
     run_ranks(_gradient, world_size, args=(dtype, strategy))
 
 
+def _second_gradient(group: Group) -> None:
+    """Each is the other's gradient, so that there is a gradient's gradient too."""
+    ids, factors = torch.randint(-1, 4, (7, 2)), drawn_factors(7, 5)
+
+    def curved(result: torch.Tensor, leaves: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        loss = (result * result * factors.to(result.dtype)).sum()
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        return *first, *torch.autograd.grad(sum((each * each).sum() for each in first), leaves)  # type: ignore[arg-type]
+
+    x, gates = torch.rand(7, 5, requires_grad=True), torch.rand(7, 2, requires_grad=True)
+    found = tileflux.ep_dispatch(x, ids, gates, num_experts=4, group=group)
+    results = curved(tileflux.ep_combine(found.rows() ** 2, found), (x, gates))
+    exact = (x.detach().double().requires_grad_(), gates.detach().double().requires_grad_())
+    rights = curved(exact[0] ** 2 * torch.where(ids >= 0, exact[1], 0.0).sum(1, keepdim=True), exact)
+    for result, right in zip(results, rights, strict=True):
+        assert_close(result, right, reduction=64)
+
+
+def test_a_gradients_gradient() -> None:
+    run_ranks(_second_gradient, 2)
+
+
 def _compiled(group: Group) -> None:
     ids, gates = torch.tensor([[0, 3], [1, 1], [2, 0]]), torch.rand(3, 2) + 0.5
     up, factors = torch.randn(4 // group.world_size, 5, 6), drawn_factors(3, 5)

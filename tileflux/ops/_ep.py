@@ -291,11 +291,12 @@ def _pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x[index.long()]
 
 
-def identity(num_rows: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """``weights``, ``positions``, ``row_tokens`` and ``counts`` of rows that are tokens: for gradients."""
-    places = torch.arange(num_rows, dtype=torch.int32, device=device)
-    ones = torch.ones((num_rows, 1), dtype=torch.float32, device=device)
-    return ones, places[:, None].clone(), places, torch.full((1,), num_rows, dtype=torch.int32, device=device)
+def identity(tokens: torch.Tensor, arrived: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """``weights``, ``positions``, ``row_tokens`` and ``counts`` where rows are the tokens themselves: for gradients."""
+    count = (arrived >= 0).sum(dtype=torch.int32).reshape(1)
+    places = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
+    ones = torch.ones((tokens.shape[0], 1), dtype=torch.float32, device=tokens.device)
+    return ones, torch.where(places < count, places, -1)[:, None], places, count
 
 
 # Rows of received tokens, sorted by expert.
@@ -306,7 +307,7 @@ def _rows(tokens: torch.Tensor, row_tokens: torch.Tensor, positions: torch.Tenso
 
 
 def _rows_fake(tokens: torch.Tensor, row_tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    return tokens.new_empty((len(row_tokens), *tokens.shape[1:]))
+    return tokens.new_empty((row_tokens.shape[0], *tokens.shape[1:]))
 
 
 def _rows_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -350,7 +351,7 @@ def _spread_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> 
 
 def _spread_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     arrived, sent = ctx.saved_tensors
-    how = (*identity(len(grad), grad.device), arrived, sent, ctx.group, ctx.sizes, ctx.strategy)
+    how = (*identity(grad, arrived), arrived, sent, ctx.group, ctx.sizes, ctx.strategy)
     return torch.ops.tileflux.ep_combine(grad, *how), *([None] * 6)
 
 

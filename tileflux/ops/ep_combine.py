@@ -101,15 +101,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     rows, weights, positions, row_tokens, counts, arrived, sent = ctx.saved_tensors
-    capacity = len(positions)
+    capacity, num_rows = positions.shape[0], rows.shape[0]
     how = (arrived, sent, ctx.group, ctx.sizes, capacity, ctx.strategy)
     tokens = torch.ops.tileflux.ep_spread(grad.to(rows.dtype), *how)
     # What stands in rows of no expert is nobody's, and so is what stands behind the last token.
-    is_used = (torch.arange(len(rows), device=rows.device) < counts.sum())[:, None]
+    is_used = (torch.arange(num_rows, device=rows.device) < counts.sum())[:, None]
     of_row = torch.where(is_used, tokens[row_tokens.long()], 0).float()
     # Of every row, the weight of the choice that it is; choices that are not here go behind the last row.
-    places = torch.where(positions < 0, len(rows), positions).long().reshape(-1)
-    shares = torch.zeros(len(rows) + 1, dtype=torch.float32, device=rows.device)
+    places = torch.where(positions < 0, num_rows, positions).long().reshape(-1)
+    shares = torch.zeros(num_rows + 1, dtype=torch.float32, device=rows.device)
     shares = shares.scatter(0, places, weights.reshape(-1))
     grad_rows = (of_row * shares[:-1, None]).to(rows.dtype)
     # Of every choice, how much its row would add to the loss.

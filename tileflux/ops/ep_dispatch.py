@@ -142,7 +142,7 @@ def _fake(
         (capacity * top_k,),
         (capacity, top_k),
         (sum(sizes),),
-        (world_size, len(x) + 1),
+        (world_size, x.shape[0] + 1),
         (world_size, world_size),
     )
     scales = x.new_empty((0 if scale_x is None else capacity,), dtype=torch.float32)
@@ -159,7 +159,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 def _backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     of_tokens, of_shares = grads[:2]
     positions, arrived, sent = ctx.saved_tensors
-    how = (*identity(len(positions), positions.device), arrived, sent, ctx.group, ctx.sizes, ctx.strategy)
+    how = (*identity(positions, arrived), arrived, sent, ctx.group, ctx.sizes, ctx.strategy)
     # All ranks make the same calls, whatever each of them needs.
     grad_x = torch.ops.tileflux.ep_combine(of_tokens, *how) if ctx.x_dtype in FLOATS else None
     # Every choice is on one rank; elsewhere it has no weight, and no gradient.
