@@ -15,6 +15,7 @@ __all__ = [
     "MAX_AHEAD",
     "MAX_CHUNKS",
     "NUM_SLOTS",
+    "ROWS",
     "TABLE",
     "TRACE",
     "CommConfig",
@@ -24,6 +25,7 @@ __all__ = [
     "GroupsLayout",
     "GuardLayout",
     "MailboxLayout",
+    "RowsLayout",
     "TableLayout",
     "TraceLayout",
     "hashed_once",
@@ -243,6 +245,31 @@ class GroupsLayout:
 
 
 GROUPS = GroupsLayout()
+
+
+@dataclass(frozen=True)
+class RowsLayout:
+    """How tokens are cut into messages, as a kernel reads it (see ``kernels/rows_plan.py``): 64-bit words.
+
+    After the single words come arrays with one word per rank: its tokens, and those of the ranks before it.
+    """
+
+    rows_per_piece: int = 0
+    num_slabs: int = 1
+    slab_bytes: int = 2
+    row_bytes: int = 3
+    places: int = 4  # where in a slot the numbers of the tokens begin
+    rows: int = 5  # where in a slot the rows begin
+    note_words: int = 6
+    min_pieces: int = 7
+    arrays: int = 8
+
+    def num_words(self, world_size: int) -> int:
+        """Words of one table."""
+        return self.arrays + 2 * world_size
+
+
+ROWS = RowsLayout()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 import tileflux
 from tileflux.config import GROUPS
 from tileflux.errors import CapacityExceeded
+from tileflux.ops import routing
 from tileflux.ops.routing import Routing
 from tileflux.symm.group import Group
 from tileflux.testing import run_ranks
@@ -106,6 +108,30 @@ def _same_sizes(group: Group) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_defaults_and_types(world_size: int) -> None:
     run_ranks(_same_sizes, world_size)
+
+
+def _loading(group: Group) -> list[object]:
+    """What virtual ranks on a GPU load beforehand: who loads while a peer waits would wait too."""
+    keys: list[object] = []
+
+    def load(device: torch.device, key: object, launch: Any, group: Group | None = None) -> None:
+        launch()
+        if group is not None:
+            keys.append(key)
+
+    with (
+        mock.patch.object(routing, "load_once", load),
+        mock.patch.object(Group, "stream", property(lambda group: "its own")),
+    ):
+        for number, sizes in enumerate(((3, 40), (0, 5), (7, 7))):
+            case = moe_routing(sizes, 4, 2, number)
+            check_routing(group, case, route(group, case))
+    return keys
+
+
+def test_virtual_ranks_load_the_same_whatever_tokens_each_has() -> None:
+    first, second = run_ranks(_loading, 2)
+    assert len(first) == 3 and first == second
 
 
 def _nothing(group: Group) -> None:

@@ -27,7 +27,7 @@ from tileflux.ops._library import eager_only
 from tileflux.ops.all_gather import all_gather
 from tileflux.symm.group import Group
 
-__all__ = ["MAX_EXPERTS", "Routing", "route"]
+__all__ = ["MAX_EXPERTS", "Routing", "check_choices", "raise_if_missing", "readable", "route"]
 
 MAX_EXPERTS = 1024
 _CPU_BLOCK_M = 512
@@ -75,7 +75,7 @@ class Routing:
     def ensure_fits(self) -> None:
         """Raise ``CapacityExceeded`` if it is known by now that rows were left out. Every op asks before it runs."""
         if self.num_missing is not None:
-            _raise_if_missing(self, self.num_missing)
+            raise_if_missing(self.group, self.capacity, self.num_missing, "rows of a rank's experts")
 
     def synchronize(self) -> None:
         """Wait until it is known whether all rows fit, and raise ``CapacityExceeded`` if not."""
@@ -102,7 +102,7 @@ def route(
     buffers have room for; by default that of the worst case: every choice of every token is for this rank's experts.
     ``block_m``: rows of a tile; by default what an expert fills if all get the same.
     """
-    rows = _check(expert_ids, weights, num_experts, group, ep_size, sizes)
+    rows = check_choices("route", expert_ids, weights, num_experts, group, ep_size, sizes)
     top_k, most = expert_ids.shape[1], sum(rows) * expert_ids.shape[1]
     capacity = most if capacity is None else capacity
     if capacity < 0:
@@ -153,7 +153,7 @@ class _Sorting:
 
     def load(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
         """What must not happen later: a copy from the host, which no graph can capture; and on virtual ranks, loading
-        (``kernels/loading.py``)."""
+        (``kernels/loading.py``): by whichever rank comes first, so for the sizes of all of them."""
         group, top_k, num_tokens = self.group, self.top_k, sum(self.rows)
         here = (self.rows, group.rank, group.device)
         load_once(group.device, ("route", *here, top_k, self.capacity, self.block_m), lambda: sources_of(*here))
@@ -161,24 +161,30 @@ class _Sorting:
             return
 
         def once() -> None:
-            self.pack(expert_ids, weights)
+            for size in set(self.rows):
+                self.pack(expert_ids.new_zeros((size, top_k)), weights.detach().new_zeros((size, top_k)))
             nothing = torch.zeros((num_tokens, 2 * top_k), dtype=torch.int32, device=group.device)
             self.unpack(nothing, weights).groups.of_stage(0)
 
         # Torch has kernels of its own for types and sizes: for a sort of up to so many elements, say.
-        sizes = (len(expert_ids), num_tokens * top_k, self.capacity, self.num_experts)
+        sizes = (*sorted(self.rows), num_tokens * top_k, self.capacity, self.num_experts)
         classes = tuple(max(0, size - 1).bit_length() for size in sizes)
         load_once(group.device, ("route", classes, top_k, expert_ids.dtype, weights.dtype), once, group)
 
 
 def _num_missing(ids: torch.Tensor, num_each: int, num_sets: int, capacity: int) -> torch.Tensor:
-    """Rows too many of the set of experts with the most, where the host can read it; until it is there it reads 0.
+    """Rows too many of the set of experts with the most.
 
     Not of this rank's set alone: all ranks must come to the same end.
     """
     sets = torch.arange(num_sets, dtype=ids.dtype, device=ids.device)
     counts = (ids.div(num_each, rounding_mode="floor")[None] == sets[:, None, None]).sum((1, 2))
-    missing = (counts.max() - capacity).clamp_(min=0)
+    return readable((counts.max() - capacity).clamp_(min=0))
+
+
+@eager_only
+def readable(missing: torch.Tensor) -> torch.Tensor:
+    """A number of the device where the host can read it without waiting; until it is there it reads 0."""
     if not missing.is_cuda:
         return missing
     pinned = torch.zeros((), dtype=missing.dtype, pin_memory=True)
@@ -187,12 +193,13 @@ def _num_missing(ids: torch.Tensor, num_each: int, num_sets: int, capacity: int)
 
 
 @eager_only
-def _raise_if_missing(routing: Routing, num_missing: torch.Tensor) -> None:
-    missing, group = int(num_missing), routing.group
+def raise_if_missing(group: Group, capacity: int, num_missing: torch.Tensor, what: str) -> None:
+    """Raise ``CapacityExceeded`` if it is known by now that some of ``what`` did not fit."""
+    missing = int(num_missing)
     if missing > 0:
         error = CapacityExceeded(
-            f"{missing} of {routing.capacity + missing} rows of a rank's experts did not fit: "
-            f"capacity={routing.capacity} should be at least {routing.capacity + missing}, or left away"
+            f"{missing} of {capacity + missing} {what} did not fit: "
+            f"capacity={capacity} should be at least {capacity + missing}, or left away"
         )
         if group.device.type == "cuda":
             # Ranks get to know at different times: some may have gone on.
@@ -200,7 +207,8 @@ def _raise_if_missing(routing: Routing, num_missing: torch.Tensor) -> None:
         raise error
 
 
-def _check(
+def check_choices(
+    op: str,
     expert_ids: torch.Tensor,
     weights: torch.Tensor,
     num_experts: int,
@@ -208,27 +216,27 @@ def _check(
     ep_size: int,
     sizes: Sequence[int] | None,
 ) -> tuple[int, ...]:
-    """Tokens by rank of a call that is in order."""
-    check_tensor("route", "expert_ids", expert_ids, group)
-    check_tensor("route", "weights", weights, group)
+    """Tokens by rank of a call of ``op`` that is in order."""
+    check_tensor(op, "expert_ids", expert_ids, group)
+    check_tensor(op, "weights", weights, group)
     if expert_ids.dim() != 2 or expert_ids.shape != weights.shape or not expert_ids.shape[1]:
         raise ValueError(
-            f"route: expert_ids {tuple(expert_ids.shape)} and weights {tuple(weights.shape)} should both be "
+            f"{op}: expert_ids {tuple(expert_ids.shape)} and weights {tuple(weights.shape)} should both be "
             "[tokens, k], with one choice or more"
         )
     if expert_ids.dtype not in (torch.int32, torch.int64) or not weights.is_floating_point():
         raise ValueError(
-            f"route: expert_ids should be int32 or int64 and weights floating, not {expert_ids.dtype}, {weights.dtype}"
+            f"{op}: expert_ids should be int32 or int64 and weights floating, not {expert_ids.dtype}, {weights.dtype}"
         )
     if not 1 <= num_experts <= MAX_EXPERTS:
-        raise ValueError(f"route: num_experts={num_experts} should be from 1 to {MAX_EXPERTS}")
+        raise ValueError(f"{op}: num_experts={num_experts} should be from 1 to {MAX_EXPERTS}")
     if ep_size < 1 or group.world_size % ep_size or num_experts % ep_size:
         raise ValueError(
-            f"route: ep_size={ep_size} should divide the {group.world_size} ranks and the {num_experts} experts"
+            f"{op}: ep_size={ep_size} should divide the {group.world_size} ranks and the {num_experts} experts"
         )
-    rows = (len(expert_ids),) * group.world_size if sizes is None else check_sizes("route", "sizes", sizes, group)
+    rows = (len(expert_ids),) * group.world_size if sizes is None else check_sizes(op, "sizes", sizes, group)
     if rows[group.rank] != len(expert_ids):
-        raise ValueError(f"route: expert_ids has {len(expert_ids)} rows but sizes[{group.rank}] is {rows[group.rank]}")
+        raise ValueError(f"{op}: expert_ids has {len(expert_ids)} rows but sizes[{group.rank}] is {rows[group.rank]}")
     return rows
 
 
