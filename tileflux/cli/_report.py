@@ -35,6 +35,9 @@ _LEGEND_OF_OVERLAP = (
 )
 
 
+_LEGEND_OF_ROUTING = " T_route: what makes the routing, which everybody here is given."
+
+
 @dataclass(frozen=True)
 class Measured:
     """One case over all ranks."""
@@ -128,6 +131,8 @@ def show(console: Console, measured: Sequence[Measured]) -> None:
     moves = any(result.comm is not None for result in results.values())
     rounds = count_rounds([each.num_rounds for each in measured if each.result is not None])
     legend = [_LEGEND.format(rounds) + (_LEGEND_OF_OVERLAP if moves else "")] if results else []
+    if any(result.route is not None for result in results.values()):
+        legend[0] += _LEGEND_OF_ROUTING
     unsteady = _unsteady_notes(dict(zip(names, measured, strict=True)))
     for note in [*_skipped_notes(results), *_auto_notes(results), *unsteady, *legend]:
         console.print(escape(note), style="dim", width=min(80, console.width))

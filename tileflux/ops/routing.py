@@ -26,12 +26,11 @@ from tileflux.ops._call import begin, check_sizes, check_tensor
 from tileflux.ops._library import eager_only
 from tileflux.ops.all_gather import all_gather
 from tileflux.symm.group import Group
+from tileflux.tune.lookup import rows_of_tiles
 
 __all__ = ["MAX_EXPERTS", "Routing", "route", "route_gathered"]
 
 MAX_EXPERTS = 1024
-_CPU_BLOCK_M = 512
-_MAX_BLOCK_M, _MIN_BLOCK_M = 128, 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +146,7 @@ def _sorting(
     if capacity < 0:
         raise ValueError(f"route: capacity={capacity} should not be negative")
     if block_m is None:
-        block_m = _block_m(group, most, num_experts)
+        block_m = rows_of_tiles(most, num_experts, group.device)
     elif not 16 <= block_m <= 1024 or block_m & (block_m - 1):
         raise ValueError(f"route: block_m={block_m} should be a power of two from 16 to 1024")
     return _Sorting(group, rows, top_k, num_experts, ep_size, capacity, block_m)
@@ -271,10 +270,3 @@ def _experts(group: Group, num_experts: int, ep_size: int) -> range:
     count = num_experts // ep_size
     place = group.rank // (group.world_size // ep_size)
     return range(place * count, (place + 1) * count)
-
-
-def _block_m(group: Group, num_rows: int, num_experts: int) -> int:
-    if group.device.type == "cpu":
-        return _CPU_BLOCK_M
-    each = max(1, -(-num_rows // num_experts))
-    return min(_MAX_BLOCK_M, max(_MIN_BLOCK_M, 1 << (each - 1).bit_length()))

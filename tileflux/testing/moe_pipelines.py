@@ -16,6 +16,7 @@ from tileflux import ops
 from tileflux.config import GemmConfig
 from tileflux.kernels import dense, steps
 from tileflux.kernels.beside import beside, join
+from tileflux.kernels.launch import on_host
 from tileflux.kernels.loading import load_once
 from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, turn
 from tileflux.ops._call import begin, guarded
@@ -39,7 +40,7 @@ def take_in(
     ``gathered`` has room for all rows on the CPU; on a GPU they lie where they arrive.
     """
     rank, world_size = group.rank, group.world_size
-    if group.device.type == "cpu" or world_size == 1:
+    if on_host(group) or world_size == 1:
         _take_in_on_host(group, x, rows, gathered, use)
         return
     name = "bench, taking in"
@@ -69,7 +70,7 @@ def send_off(
 ) -> None:
     """Send ``make(rank)``, partial sums of its rows, to each rank as soon as they are made; ``out`` is all ranks'."""
     rank, world_size = group.rank, group.world_size
-    if group.device.type == "cpu" or world_size == 1:
+    if on_host(group) or world_size == 1:
         _send_off_on_host(group, rows, out, make)
         return
     name, tiles = "bench, sending off", dense.pipelined_tiles(config)
