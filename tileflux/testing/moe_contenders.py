@@ -118,17 +118,24 @@ class _MoeTask(Task):
         self.picked = self.assignment.rows(group.rank, group.device)
         self.route = router(group, self.assignment)
         """What both products of a layer share."""
-        self.routing = self.route()
 
     def choose(self) -> Choice:
         """What lookup says of this shape."""
         _, n, k = self.weight.shape
         return lookup(problem_for(self.op, self.shape[0], n, k, self.dtype, self.group.device, self.group))
 
-    def _load(self, *calls: Callable[[], object]) -> None:
-        """Have torch load what it uses within a call, where a kernel that waits for a peer would be in the way."""
+    def _begin(self, *calls: Callable[[], object]) -> None:
+        """The first of all that waits for others, after all that torch uses between such calls has run once.
+
+        A kernel is not loaded while another one waits for this rank.
+        """
         for call in calls:
             call()
+        self._rest()
+        self.routing = self.route()
+        self._rest()
+
+    def _rest(self) -> None:
         self.group.synchronize()
         self.group.barrier()
 
@@ -173,7 +180,7 @@ class _Gather(_MoeTask):
         self._found: list[torch.Tensor] = []
         self.choice = self.choose()
         shards = (partial(self._use, each, everything[self.assignment.place(each)]) for each in order)
-        self._load(self.multiply, self._pick_and_multiply, *shards)
+        self._begin(self.multiply, self._pick_and_multiply, *shards)
 
     def multiply(self) -> None:
         self.whole = multiply_by_expert(self.factor, self.weight, self.picked)
@@ -244,7 +251,7 @@ class _Scatter(_MoeTask):
         self._sums = torch.empty((m, n), dtype=dtype, device=device)
         self.out = torch.empty((self.rows[rank], n), dtype=dtype, device=device)
         self.choice = self.choose()
-        self._load(self._multiply_and_sum, *(partial(self._make, owner) for owner in range(world_size)))
+        self._begin(self._multiply_and_sum, *(partial(self._make, owner) for owner in range(world_size)))
 
     def _drawn(self, source: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows and weights of a rank."""
