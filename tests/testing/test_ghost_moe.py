@@ -93,15 +93,15 @@ def test_what_is_expected_is_what_real_ranks_get() -> None:
 
 @pytest.mark.parametrize("strategy", ["fused", "pipelined"])
 def test_ghosts_play_by_the_plan_of_the_op(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """600 rows of a rank are three chunks, as lookup has it."""
     played: list[Any] = []
     ghosts = SimpleNamespace(
         start=lambda: played.append("start"),
         gather=lambda here, rows: played.append((here.plan, rows)),
         join=lambda: played.append("join"),
     )
-    config = GemmConfig(num_chunks=3)
-    chosen = SimpleNamespace(strategy="fused", config=config)
-    task = bare(ghosts=ghosts, group="group", routing="routing", ghost_rows="rows", choice=chosen)
+    chosen = SimpleNamespace(strategy="fused", config=GemmConfig(num_chunks=3))
+    task = bare(ghosts=ghosts, group="group", routing="routing", ghost_rows="rows", choice=chosen, rows=(600,) * WORLD)
     called: list[Any] = []
     monkeypatch.setattr(ghost_moe, "turn", lambda group, plan: SimpleNamespace(plan=plan))
     monkeypatch.setattr(ops, "moe_ag_gemm", lambda *given, **named: called.append((given, named)))
@@ -110,7 +110,7 @@ def test_ghosts_play_by_the_plan_of_the_op(strategy: str, monkeypatch: pytest.Mo
     assert given[0] is task.x and given[1] is task.weight and given[2] == "routing"
     assert named == {"strategy": strategy, "config": None, "out": task.out} and named["out"] is task.out
     plan = gather_shards("moe_ag_gemm", task.rows, SHAPE[2] * 4, False, 3)
-    assert played == ["start", (plan, "rows"), "join"]
+    assert played == ["start", (plan, "rows"), "join"] and plan.num_chunks == 3
     assert task.caller("sequential") == task.sequential and task.checker("sequential") == task.check_sequential
 
 

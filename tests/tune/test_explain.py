@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 
 import tileflux
 from tileflux import Explanation, explain
+from tileflux.config import GemmProblem
 from tileflux.kernels.plan import split_rows
 from tileflux.symm.group import Group
 from tileflux.testing import run_ranks
 from tileflux.testing.dense import ag_case, rs_case
 from tileflux.testing.moe import moe_ag_case, moe_routing, moe_rs_case
 from tileflux.tune import store
+from tileflux.tune.lookup import rule
 
 from .entries import make_entry
 
@@ -128,6 +131,28 @@ def _experts_as_explained(group: Group, op: str, shape: tuple[int, int, int], dt
 def test_ops_of_experts_do_and_hold_what_was_said(op: str, shape: Any, dtype: torch.dtype, top_k: int) -> None:
     for told in run_ranks(_experts_as_explained, 4, args=(op, shape, dtype, top_k), group_kwargs={"timeout_s": 5.0}):
         assert (told.op, told.strategy) == (op, "fused") and told.symmetric_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "top_k", "block_m"),
+    [(256, 32, 2, 16), (256, 8, 2, 64), (512, 8, 2, 128), (8192, 8, 2, 128)],
+)
+def test_tiles_on_a_gpu_are_as_high_as_an_expert_fills(
+    tokens: int, num_experts: int, top_k: int, block_m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A made-up H200, whose product alone decides about the rest of a tile."""
+    group: Any = SimpleNamespace(device=torch.device("cuda", 0), world_size=4)
+    hopper = {"arch": 90, "num_sms": 132, "link": "NVLink"}
+
+    def problem_for(op: str, m: int, n: int, k: int, *others: object) -> GemmProblem:
+        return GemmProblem(op, m, n, k, 4, "bfloat16", **hopper)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tileflux.tune.explain.problem_for", problem_for)
+    told = explain("moe_ag_gemm", tokens, 2048, 4096, group=group, num_experts=num_experts, top_k=top_k)
+    alone = rule(GemmProblem("gemm", tokens if block_m == 128 else block_m, 2048, 4096, 1, "bfloat16", **hopper)).config  # type: ignore[arg-type]
+    assert told.config.block_m == block_m
+    assert (told.config.block_n, told.config.block_k) == (alone.block_n, alone.block_k)
+    assert told.strategy == ("sequential" if tokens < 512 else "fused")
 
 
 def test_one_rank_holds_nothing() -> None:
