@@ -43,6 +43,11 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "floa
 _ONE_SHOT_BYTES = 512 * 1024  # what one rank may take in at once before two steps, with fewer bytes, are quicker
 _GATHERS = ("ag_gemm", "moe_ag_gemm")
 _num_readings = 0
+_TILE_SPEEDS = {(128, 256): 1.0, (128, 128): 0.94, (64, 128): 0.8}
+"""How quickly an SM multiplies with them, docs/measured.md; in the order in which they are preferred."""
+_FLOPS_PER_SM = 5.3e12  # in 16 bits, on Hopper
+_LINK_BYTES_PER_S = {"network": 45e9, "PCIe": 50e9, "NVLink": 400e9}  # of a GPU, in one direction
+_FAST = 2e12  # within a GPU
 _LINKS = ("network", "PCIe", "NVLink", "same GPU", "shared memory", "same process")  # from slow to quick
 
 
@@ -203,9 +208,37 @@ def _tiles(problem: GemmProblem) -> GemmConfig:
     block_k = 64 if itemsize == 2 else 128
     if problem.arch < 90:
         return GemmConfig(min(block_m, 64) if problem.is_heavy else block_m, 128, block_k // 2, num_feeders=feeders)
-    wide = block_m == 128 and itemsize == 2 and not problem.is_heavy and problem.n >= 2048
-    if wide and -(-problem.m // 128) * -(-problem.n // 256) >= problem.num_sms:
-        return GemmConfig(128, 256, block_k, num_warps=8, num_stages=4, num_feeders=feeders)
+    if block_m == 128 and itemsize == 2 and not problem.is_heavy and problem.n >= 2048:
+        block_m, block_n = _large_tile(problem)
+        num_warps = 4 if (block_m, block_n) == (64, 128) else 8
+        return GemmConfig(block_m, block_n, block_k, num_warps=num_warps, num_stages=4, num_feeders=feeders)
     num_warps = 8 if block_m == 128 else 4
     num_stages = 4 if itemsize == 2 and not problem.is_heavy else 3
     return GemmConfig(block_m, 128, block_k, num_warps=num_warps, num_stages=num_stages, num_feeders=feeders)
+
+
+def _large_tile(problem: GemmProblem) -> tuple[int, int]:
+    """The tile that is expected to end first, by how many waves of them there are on the SMs.
+
+    Where an all-gather takes longer than its product that is not the whole of it but what the last rows leave to do;
+    one tile of 128 x 256 then is as long as several chunks' rows. Of the other ops ranks may differ in K, and must not
+    in their tiles: how long communication takes beside the product is not asked.
+    """
+    shapes = {tile: speed for tile, speed in _TILE_SPEEDS.items() if tile[0] == 128}
+    rows = problem.m
+    if problem.op in _GATHERS and problem.k and _comm_over_gemm(problem) > 1:
+        shapes, rows = _TILE_SPEEDS, problem.rows_per_rank
+    num_sms = max(1, problem.num_sms)
+
+    def duration(tile: tuple[int, int]) -> float:
+        num_tiles = -(-rows // tile[0]) * -(-problem.n // tile[1])
+        return -(-num_tiles // num_sms) * tile[0] * tile[1] / shapes[tile]
+
+    return min(shapes, key=duration)
+
+
+def _comm_over_gemm(problem: GemmProblem) -> float:
+    """How long gathering takes, in times of the product. A rough estimate."""
+    gathered = problem.m * problem.k * ITEMSIZE[problem.dtype] * (1 - 1 / problem.world_size)
+    product_s = 2 * problem.m * problem.n * problem.k / (max(1, problem.num_sms) * _FLOPS_PER_SM)
+    return gathered / _LINK_BYTES_PER_S.get(problem.link, _FAST) / product_s
