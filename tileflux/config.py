@@ -302,8 +302,8 @@ class GemmConfig:
     """How a GEMM is cut into tiles and given to programs.
 
     ``num_feeders`` programs of an all-gather GEMM send rows while the others multiply, and ``num_chunks`` is how many
-    flags announce one rank's rows; tiles of ``span`` such chunks go through the weight together, so that it is read once
-    for all of them. ``num_sms`` bounds the programs of a launch; None takes what the GPU, or the group's share of it,
+    flags announce one rank's rows; tiles of ``span`` such chunks go through the weight together, so that what is read of
+    it serves them all. ``num_sms`` bounds the programs of a launch; None takes what the GPU, or the group's share of it,
     has; under Triton's interpreter it is for the simulator, which runs programs side by side. All
     ranks of a call use the same numbers.
 

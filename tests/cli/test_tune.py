@@ -197,7 +197,12 @@ def test_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> 
         (["ag_gemm", "8", "8", "8", "--jobs", "0"], "'--jobs'"),
         (["ag_gemm", "8", "8", "8", "--world", "1"], "--world 1: one rank has nothing to wait for"),
         (["ag_gemm", "8", "8", "8", "--where", "ghost"], "--where ghost needs a GPU"),
-        (["gemm_ar", "8", "8", "8", "--where", "ghost"], "ghosts play ag_gemm and gemm_rs, not gemm_ar"),
+        (
+            ["moe_ag_gemm", "8", "8", "8"],
+            "moe_ag_gemm is not tuned: a kept entry knows nothing of experts; ag_gemm, gem",
+        ),
+        (["grouped_gemm", "8", "8", "8"], "grouped_gemm is not tuned"),
+        (["gemm_ar", "8", "8", "8", "--where", "ghost"], "ghosts play ag_gemm, gemm_rs and moe_ag_gemm, not gemm_ar"),
         (["ag_gemm", "8", "8", "8", "--where", "mps"], "torch sees none here"),
         (["ag_gemm", "8", "8", "8", "--json", "/nowhere/a.json"], "there is no folder /nowhere"),
         (["ag_gemm", "--shapes", "decode"], "--shapes decode has nothing for ag_gemm"),

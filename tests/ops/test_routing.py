@@ -14,7 +14,7 @@ import tileflux
 from tileflux.config import GROUPS
 from tileflux.errors import CapacityExceeded
 from tileflux.ops import routing
-from tileflux.ops.routing import Routing
+from tileflux.ops.routing import Routing, route_gathered
 from tileflux.symm.group import Group
 from tileflux.testing import run_ranks
 from tileflux.testing.moe import ROUTING_KINDS, MoeRouting, moe_routing
@@ -87,6 +87,34 @@ def test_against_the_oracle(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_virtual_ranks(world_size: int) -> None:
     run_ranks(_all_layouts, world_size, args=(int(torch.randint(2**30, ())),), where="virtual")
+
+
+def _all_known(group: Group, seed: int) -> None:
+    """Of what all ranks chose, without asking them; with room for too few rows, too."""
+    draws, world_size = random.Random(seed), group.world_size
+    for ep_size in LAYOUTS[world_size]:
+        for kind in ROUTING_KINDS:
+            sizes = [draws.choice((0, 1, 7, 40)) for _ in range(world_size)]
+            case = moe_routing(sizes, 12, draws.randrange(1, 4), draws.randrange(2**32), ep_size=ep_size, kind=kind)
+            ids, weights = torch.cat(case.expert_ids), torch.cat(case.weights)
+            options: dict[str, Any] = {"num_experts": 12, "group": group, "sizes": sizes, "ep_size": ep_size}
+            if group.rank != 1:
+                found = route_gathered(ids, weights, **options, block_m=16)
+                check_routing(group, case, found)
+                assert torch.equal(found.own_weights, case.weights[group.rank])
+                small = route_gathered(ids, weights, **options, capacity=0)
+                assert small.capacity == 0 and (small.num_missing is None) == (not ids.numel())
+
+
+def test_where_all_choices_are_known_nobody_is_asked() -> None:
+    """Rank 1 makes no call at all."""
+    run_ranks(_all_known, 4, args=(int(torch.randint(2**30, ())),))
+
+
+def test_what_is_known_must_be_of_all_ranks() -> None:
+    (group,) = tileflux.local_groups(1)
+    with group, pytest.raises(ValueError, match=r"route: sizes=\[3\] add up to 3 rows, but the tensor has 2"):
+        route_gathered(torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1), num_experts=1, group=group, sizes=[3])
 
 
 def _same_sizes(group: Group) -> None:

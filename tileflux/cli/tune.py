@@ -26,7 +26,7 @@ import tileflux
 from tileflux import env
 from tileflux.cli._console import Progress, fail, make_console
 from tileflux.cli._machine import inspect_machine
-from tileflux.cli._request import GHOST_WORLD, STDOUT, WORLD, Dtype, Op, Options, Request, ShapeSet
+from tileflux.cli._request import GHOST_WORLD, STDOUT, WITH_EXPERTS, WORLD, Dtype, Op, Options, Request, ShapeSet
 from tileflux.cli._worlds import BenchPlace, World, attempt, run
 from tileflux.testing import tuning
 from tileflux.testing.bench import BenchCase
@@ -111,6 +111,9 @@ def tune(
 
 
 def _check(options: Options, dry_run: bool) -> Request:
+    if options.op in WITH_EXPERTS:
+        dense = ", ".join(op for op in Op if op not in WITH_EXPERTS)
+        raise ValueError(f"{options.op} is not tuned: a kept entry knows nothing of experts; {dense} are")
     request = Request.check(options)
     if request.world.where == "torchrun":
         raise ValueError("torchrun's ranks are not tuned; without it, --where auto starts a process for each GPU")

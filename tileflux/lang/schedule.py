@@ -105,7 +105,7 @@ def slab_order(step, rank, num_shards, num_slabs, num_m, num_n, num_blocks, span
 
 @triton.jit
 def _shard_order(step, first, num_shards, num_chunks, split, num_m, num_n, group_m, span):
-    """Chunks from those of shard ``first`` on, ``span`` at a time; of the first ``split`` none with one of the others."""
+    """Chunks from those of shard ``first`` on, ``span`` at a time; the first ``split`` and the others apart."""
     chunk_tiles = num_m * num_n
     index = step
     begin = step * 0

@@ -26,12 +26,11 @@ from tileflux.ops._call import begin, check_sizes, check_tensor
 from tileflux.ops._library import eager_only
 from tileflux.ops.all_gather import all_gather
 from tileflux.symm.group import Group
+from tileflux.tune.lookup import rows_of_tiles
 
-__all__ = ["MAX_EXPERTS", "Routing", "check_choices", "raise_if_missing", "readable", "route"]
+__all__ = ["MAX_EXPERTS", "Routing", "check_choices", "raise_if_missing", "readable", "route", "route_gathered"]
 
 MAX_EXPERTS = 1024
-_CPU_BLOCK_M = 512
-_MAX_BLOCK_M, _MIN_BLOCK_M = 128, 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,19 +102,54 @@ def route(
     ``block_m``: rows of a tile; by default what an expert fills if all get the same.
     """
     rows = check_choices("route", expert_ids, weights, num_experts, group, ep_size, sizes)
-    top_k, most = expert_ids.shape[1], sum(rows) * expert_ids.shape[1]
+    sort = _sorting(group, rows, expert_ids.shape[1], num_experts, ep_size, capacity, block_m)
+    begin("route", group, (rows, sort.top_k, num_experts, ep_size, sort.capacity))
+    sort.load(expert_ids, weights)
+    packed = all_gather(sort.pack(expert_ids, weights), group=group, sizes=rows)
+    return sort.unpack(packed, weights)
+
+
+@eager_only
+def route_gathered(
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    num_experts: int,
+    group: Group,
+    sizes: Sequence[int],
+    ep_size: int = 1,
+    capacity: int | None = None,
+    block_m: int | None = None,
+) -> Routing:
+    """As ``route``, of all ranks' ``expert_ids`` and ``weights [T, k]``, which are here already. Asks nobody."""
+    rows = check_sizes("route", "sizes", sizes, group, total=len(expert_ids))
+    own = slice(sum(rows[: group.rank]), sum(rows[: group.rank + 1]))
+    check_choices("route", expert_ids[own], weights[own], num_experts, group, ep_size, rows)
+    group.ensure_usable()
+    sort = _sorting(group, rows, expert_ids.shape[1], num_experts, ep_size, capacity, block_m)
+    sort.load(expert_ids[own], weights[own])
+    return sort.unpack(sort.pack(expert_ids, weights), weights[own])
+
+
+def _sorting(
+    group: Group,
+    rows: tuple[int, ...],
+    top_k: int,
+    num_experts: int,
+    ep_size: int,
+    capacity: int | None,
+    block_m: int | None,
+) -> _Sorting:
+    """With what the caller leaves open filled in, and what he may not ask for refused."""
+    most = sum(rows) * top_k
     capacity = most if capacity is None else capacity
     if capacity < 0:
         raise ValueError(f"route: capacity={capacity} should not be negative")
     if block_m is None:
-        block_m = _block_m(group, most, num_experts)
+        block_m = rows_of_tiles(most, num_experts, group.device)
     elif not 16 <= block_m <= 1024 or block_m & (block_m - 1):
         raise ValueError(f"route: block_m={block_m} should be a power of two from 16 to 1024")
-    begin("route", group, (rows, top_k, num_experts, ep_size, capacity))
-    sort = _Sorting(group, rows, top_k, num_experts, ep_size, capacity, block_m)
-    sort.load(expert_ids, weights)
-    packed = all_gather(sort.pack(expert_ids, weights), group=group, sizes=rows)
-    return sort.unpack(packed, weights)
+    return _Sorting(group, rows, top_k, num_experts, ep_size, capacity, block_m)
 
 
 @dataclass(frozen=True)
@@ -244,10 +278,3 @@ def _experts(group: Group, num_experts: int, ep_size: int) -> range:
     count = num_experts // ep_size
     place = group.rank // (group.world_size // ep_size)
     return range(place * count, (place + 1) * count)
-
-
-def _block_m(group: Group, num_rows: int, num_experts: int) -> int:
-    if group.device.type == "cpu":
-        return _CPU_BLOCK_M
-    each = max(1, -(-num_rows // num_experts))
-    return min(_MAX_BLOCK_M, max(_MIN_BLOCK_M, 1 << (each - 1).bit_length()))

@@ -21,7 +21,19 @@ from tileflux.config import GemmConfig, GemmProblem
 from tileflux.symm.group import Group
 from tileflux.tune import store
 
-__all__ = ["HEAVY", "ITEMSIZE", "STRATEGIES", "Choice", "forget", "lookup", "num_readings", "problem_for", "rule"]
+__all__ = [
+    "HEAVY",
+    "ITEMSIZE",
+    "STRATEGIES",
+    "Choice",
+    "forget",
+    "grouped_tiles",
+    "lookup",
+    "num_readings",
+    "problem_for",
+    "rows_of_tiles",
+    "rule",
+]
 
 HEAVY = ("gelu", "swiglu")
 """Activations that need registers of their own, so that tiles must be smaller."""
@@ -125,6 +137,26 @@ def problem_for(
     kind, is_heavy = str(dtype).removeprefix("torch."), activation in HEAVY
     link = "" if group is None else _link(group.traits.links)
     return GemmProblem(op, m, n, k, world_size, kind, is_heavy, arch, num_sms, link, gpu)
+
+
+def rows_of_tiles(num_rows: int, num_experts: int, device: torch.device) -> int:
+    """Of rows that are grouped by expert: as many as an expert fills, if all have the same."""
+    if device.type == "cpu":
+        return 512
+    each = max(1, -(-num_rows // num_experts))
+    return min(128, max(16, 1 << (each - 1).bit_length()))
+
+
+def grouped_tiles(problem: GemmProblem, usual: GemmConfig, block_m: int) -> GemmConfig:
+    """Of an op of experts that would take ``usual``: what the product alone would, with tiles of ``block_m`` rows."""
+    if not problem.arch:
+        return dataclasses.replace(usual, block_m=block_m)
+    rows = problem.m if block_m >= 128 else block_m
+    plain = lookup(dataclasses.replace(problem, op="gemm", m=rows, world_size=1, link="")).config
+    return dataclasses.replace(
+        plain, block_m=block_m, hopper=False, streams=False,
+        num_feeders=usual.num_feeders, num_chunks=usual.num_chunks,
+    )  # fmt: skip
 
 
 @functools.cache
