@@ -302,10 +302,10 @@ class GemmConfig:
     """How a GEMM is cut into tiles and given to programs.
 
     ``num_feeders`` programs of an all-gather GEMM send rows while the others multiply, and ``num_chunks`` is how many
-    flags announce one rank's rows; tiles of ``span`` such chunks go through the weight together, so that what is read of
-    it serves them all. ``num_sms`` bounds the programs of a launch; None takes what the GPU, or the group's share of it,
-    has; under Triton's interpreter it is for the simulator, which runs programs side by side. All
-    ranks of a call use the same numbers.
+    flags announce one rank's rows; tiles of ``span`` such chunks go through the weight together, so that reading it
+    once serves them all. ``num_sms`` bounds the programs of a launch; None takes what the GPU, or the group's share of
+    it, has; under Triton's interpreter it is for the simulator, which runs programs side by side. All ranks of a call
+    use the same numbers, but for ``span``, which is each one's own affair.
 
     ``fetches``: where ranks share a GPU, programs take tiles as they come, so that one that starts late, because
     another rank holds its SM, holds nobody up.

@@ -133,6 +133,36 @@ def test_large_tiles_are_those_that_end_first(op: str, m: int, n: int, link: str
     world_size = 1 if op == "gemm" else 8
     config = rule(GemmProblem(op, m, n, 12288, world_size, "bfloat16", link=link, **H100)).config
     assert (config.block_m, config.block_n) == tile
+    # Hopper's own loop where it was measured to be the quicker: with these tiles, on SMs of one's own.
+    assert config.hopper == (tile[0] == 128)
+    shared = rule(GemmProblem(op, m, n, 12288, world_size, "bfloat16", link="same GPU", **H100)).config
+    assert (
+        not shared.hopper
+        and not rule(GemmProblem(op, m, n, 12288, world_size, "int8", link=link, **H100)).config.hopper
+    )
+
+
+@pytest.mark.parametrize(
+    ("op", "m", "n", "link", "span"),
+    [
+        (
+            "ag_gemm",
+            1024,
+            49152,
+            "PCIe",
+            2,
+        ),  # 128 rows each: memory could just read the weight for them alone
+        ("ag_gemm", 512, 49152, "NVLink", 4),
+        ("ag_gemm", 2048, 49152, "PCIe", 1),
+        ("ag_gemm", 1024, 6144, "PCIe", 1),  # what is gathered takes longer anyway
+        ("gemm_rs", 1024, 12288, "PCIe", 2),
+        ("gemm_rs", 64, 12288, "PCIe", 7),
+        ("gemm", 1024, 12288, "", 1),
+    ],
+)
+def test_few_rows_go_through_the_weight_together(op: str, m: int, n: int, link: str, span: int) -> None:
+    world_size = 1 if op == "gemm" else 8
+    assert rule(GemmProblem(op, m, n, 12288, world_size, "bfloat16", link=link, **H100)).config.span == span
 
 
 def test_a_problem_is_what_the_call_is() -> None:

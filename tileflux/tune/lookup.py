@@ -42,6 +42,8 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "floa
 
 _ONE_SHOT_BYTES = 512 * 1024  # what one rank may take in at once before two steps, with fewer bytes, are quicker
 _GATHERS = ("ag_gemm", "moe_ag_gemm")
+_SHARDED = ("ag_gemm", "gemm_rs", "gemm_ar")
+_SPAN_ROWS = 256
 _num_readings = 0
 _TILE_SPEEDS = {(128, 256): 1.0, (128, 128): 0.94, (64, 128): 0.8}
 """How quickly an SM multiplies with them, docs/measured.md; in the order in which they are preferred."""
@@ -209,12 +211,35 @@ def _tiles(problem: GemmProblem) -> GemmConfig:
     if problem.arch < 90:
         return GemmConfig(min(block_m, 64) if problem.is_heavy else block_m, 128, block_k // 2, num_feeders=feeders)
     if block_m == 128 and itemsize == 2 and not problem.is_heavy and problem.n >= 2048:
-        block_m, block_n = _large_tile(problem)
-        num_warps = 4 if (block_m, block_n) == (64, 128) else 8
-        return GemmConfig(block_m, block_n, block_k, num_warps=num_warps, num_stages=4, num_feeders=feeders)
+        return _large_tiles(problem, block_k, feeders)
     num_warps = 8 if block_m == 128 else 4
     num_stages = 4 if itemsize == 2 and not problem.is_heavy else 3
-    return GemmConfig(block_m, 128, block_k, num_warps=num_warps, num_stages=num_stages, num_feeders=feeders)
+    return GemmConfig(
+        block_m, 128, block_k, num_warps=num_warps, num_stages=num_stages, num_feeders=feeders, span=_span(problem)
+    )
+
+
+def _large_tiles(problem: GemmProblem, block_k: int, num_feeders: int) -> GemmConfig:
+    block_m, block_n = _large_tile(problem)
+    # Hopper's own loop was the quicker one with these; ranks that share a GPU were not measured with it.
+    hopper = problem.arch == 90 and block_m == 128 and problem.link != "same GPU"
+    return GemmConfig(
+        block_m, block_n, block_k,
+        group_m=16 if hopper else 8, num_warps=4 if (block_m, block_n) == (64, 128) else 8, num_stages=4,
+        num_feeders=num_feeders, span=_span(problem), hopper=hopper,
+    )  # fmt: skip
+
+
+def _span(problem: GemmProblem) -> int:
+    """Chunks that go through the weight together: so many that it is read for ``_SPAN_ROWS`` rows at once, or about.
+
+    Where an all-gather is longer than its product the memory has time enough, and rows should be used as they come.
+    """
+    if problem.world_size < 3 or _is_empty(problem) or problem.op not in _SHARDED:
+        return 1
+    if problem.op in _GATHERS and _comm_over_gemm(problem) > 1:
+        return 1
+    return max(1, min(problem.world_size - 1, _SPAN_ROWS // max(1, problem.rows_per_rank)))
 
 
 def _large_tile(problem: GemmProblem) -> tuple[int, int]:
@@ -226,7 +251,7 @@ def _large_tile(problem: GemmProblem) -> tuple[int, int]:
     """
     shapes = {tile: speed for tile, speed in _TILE_SPEEDS.items() if tile[0] == 128}
     rows = problem.m
-    if problem.op in _GATHERS and problem.k and _comm_over_gemm(problem) > 1:
+    if problem.op in _GATHERS and _comm_over_gemm(problem) > 1:
         shapes, rows = _TILE_SPEEDS, problem.rows_per_rank
     num_sms = max(1, problem.num_sms)
 
@@ -239,6 +264,8 @@ def _large_tile(problem: GemmProblem) -> tuple[int, int]:
 
 def _comm_over_gemm(problem: GemmProblem) -> float:
     """How long gathering takes, in times of the product. A rough estimate."""
+    if 0 in (problem.m, problem.n, problem.k):
+        return 0.0
     gathered = problem.m * problem.k * ITEMSIZE[problem.dtype] * (1 - 1 / problem.world_size)
     product_s = 2 * problem.m * problem.n * problem.k / (max(1, problem.num_sms) * _FLOPS_PER_SM)
     return gathered / _LINK_BYTES_PER_S.get(problem.link, _FAST) / product_s

@@ -110,8 +110,8 @@ def refinements(problem: GemmProblem, best: Candidate) -> list[Candidate]:
     changes: list[tuple[str, Any]] = [("num_chunks", each) for each in chunks]
     changes += [("num_feeders", each) for each in feeders]
     changes += [("group_m", each) for each in groups]
-    if best.config.hopper and problem.link != "same GPU":
-        changes.append(("streams", not best.config.streams))
+    if best.strategy == "fused" and problem.arch:
+        changes += [("span", each) for each in (1, 2, 4) if each < problem.world_size]
     if problem.link == "same GPU" and not best.config.hopper:
         changes.append(("fetches", not best.config.fetches))
     found = [dataclasses.replace(best, config=dataclasses.replace(best.config, **{name: v})) for name, v in changes]
@@ -128,10 +128,10 @@ def _tilings(problem: GemmProblem, usual: GemmConfig) -> Iterator[GemmConfig]:
     sizes = itertools.product(
         (16, 32, 64, 128, 256), (32, 64, 128, 256), (depth // 2, depth, 2 * depth), (4, 8), (3, 4, 5)
     )
-    fitting = []
+    fitting, triton = [], dataclasses.replace(usual, hopper=False, streams=False, group_m=8)
     for block_m, block_n, block_k, num_warps, num_stages in sizes:
         config = dataclasses.replace(
-            usual, block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages
+            triton, block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages
         )
         if _fits(problem, config, usual):
             fitting.append(config)
@@ -152,10 +152,9 @@ def _hopper_tilings(problem: GemmProblem, usual: GemmConfig) -> Iterator[GemmCon
         if itemsize == 1 and 2 * block_m * block_n > 32 * num_warps * _MAX_ACCUMULATORS:
             continue  # products of fp8 take twice the registers
         if block_m <= max(64, 2 * usual.block_m) and block_n < 2 * max(problem.n, 32):
-            # Where ranks share a GPU nobody knows which programs run, and tiles are not cut along K.
             yield dataclasses.replace(
                 usual, block_m=block_m, block_n=block_n, block_k=128 // itemsize, group_m=16,
-                num_warps=num_warps, num_stages=4, hopper=True, streams=problem.link != "same GPU",
+                num_warps=num_warps, num_stages=4, hopper=True, streams=False,
             )  # fmt: skip
 
 
