@@ -223,3 +223,5 @@ def test_what_is_steady() -> None:
         assert not bench.are_steady(group, {"a": steady, "b": noisy})
         assert not bench.are_steady(group, {"a": [1.0] * 19}) and bench.are_steady(group, {"a": [1.0] * 20})
         assert not bench.are_steady(group, {"a": [1.0] * 21}), "not asked after every round"
+        assert not bench.are_steady(group, {"a": [1.03] * 10 + [1.0] * 10}), "each half is sure of something else"
+        assert bench.are_steady(group, {"a": [1.01] * 10 + [1.0] * 10})

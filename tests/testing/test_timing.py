@@ -26,7 +26,7 @@ class Script:
         return float(len(self.log))
 
 
-def run_script(num_rounds: int, **options: int) -> tuple[list[str], dict[str, list[float]]]:
+def run_script(num_rounds: int, **options: Any) -> tuple[list[str], dict[str, list[float]]]:
     """What was called in which order, with ``|`` after a round, and the readings."""
     script = Script()
     calls = {name: lambda name=name: script.log.append(name) for name in "abc"}
@@ -52,6 +52,13 @@ def test_warm_ups_are_neither_counted_nor_told() -> None:
     log, seconds = run_script(3)
     assert "".join(log) == "abccba" + "abc|cba|abc|"
     assert seconds == {"a": [7.0, 12.0, 13.0], "b": [8.0, 11.0, 14.0], "c": [9.0, 10.0, 15.0]}
+
+
+def test_rounds_that_warm_up_do_not_count() -> None:
+    answers = iter([False, False, False, True])
+    log, seconds = run_script(2, num_warmups=1, is_warm=lambda: next(answers))
+    assert "".join(log) == "cba" + "abccbaabc" + "abc|cba|"
+    assert all(len(each) == 2 for each in seconds.values())
 
 
 def test_no_rounds_give_empty_lists() -> None:

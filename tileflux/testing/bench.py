@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from tileflux.testing.timing import (
     MAX_ROUNDS,
     MIN_ROUNDS,
     STEADY,
+    WARM_UP_S,
     Stopwatch,
     agree_max,
     median_error,
@@ -92,9 +95,15 @@ def _measure(group: Group, case: BenchCase, ticks: Path | None) -> RankTimes:
     # Ranks go on together even where one of them has a wrong result: who stops alone keeps the others waiting.
     watch = Stopwatch(group.device, lambda: meet(group))
     calls = suite.parts | {contender.name: contender.run for contender in suite.contenders}
+    begin = time.monotonic()
+
+    def is_warm() -> bool:
+        return group.device.type == "cpu" or agree_max(group, [time.monotonic() - begin])[0] > WARM_UP_S
+
     rounds = time_rounds(
-        watch, calls, case.num_rounds or MAX_ROUNDS, after_round=lambda: tick(b"."), is_enough=is_steady
-    )
+        watch, calls, case.num_rounds or MAX_ROUNDS,
+        is_warm=is_warm, after_round=lambda: tick(b"."), is_enough=is_steady,
+    )  # fmt: skip
     group.synchronize()
     tick(b"\n")
     num_rounds = len(next(iter(rounds.values())))
@@ -110,7 +119,19 @@ def are_steady(group: Group, seconds: Mapping[str, list[float]]) -> bool:
         return False
     slowest = agree_max(group, [took for rounds in seconds.values() for took in rounds])
     rows = [slowest[first : first + num_rounds] for first in range(0, len(slowest), num_rounds)]
-    return all(median_error(summarize("", [row]).spread, num_rounds) < STEADY for row in rows)
+    return all(_is_steady(row) for row in rows)
+
+
+def _is_steady(seconds: Sequence[float]) -> bool:
+    """Whether the median is known well enough, by the spread of rounds and by what each half of them says.
+
+    Rounds near each other are alike, so that spread alone would believe in one that drifts.
+    """
+    if median_error(summarize("", [list(seconds)]).spread, len(seconds)) >= STEADY:
+        return False
+    half = len(seconds) // 2
+    early, late = statistics.median(seconds[:half]), statistics.median(seconds[half:])
+    return abs(late - early) <= 2 * STEADY * early
 
 
 def make_suite(group: Group, case: BenchCase) -> Suite:

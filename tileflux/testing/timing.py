@@ -6,9 +6,10 @@ taken between medians over the same rounds.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -20,6 +21,7 @@ __all__ = [
     "MAX_ROUNDS",
     "MIN_ROUNDS",
     "STEADY",
+    "WARM_UP_S",
     "Stopwatch",
     "agree_max",
     "head_start",
@@ -30,6 +32,9 @@ __all__ = [
 
 MIN_ROUNDS, MAX_ROUNDS, STEADY = 20, 100, 0.01
 """How many rounds there are where nobody says: until every median is known to ``STEADY``, within these bounds."""
+
+WARM_UP_S = 1.0
+"""For how long a GPU is kept busy before rounds count: its clocks, and a link that was idle, take that to wake up."""
 
 HEAD_START_S = 2e-3
 _LONGEST_S = 0.05  # whoever needs longer is compiling, and will not the next time
@@ -106,23 +111,32 @@ def time_rounds(
     num_rounds: int,
     *,
     num_warmups: int = 2,
+    is_warm: Callable[[], bool] = lambda: True,
     after_round: Callable[[], object] = lambda: None,
     is_enough: Callable[[Mapping[str, list[float]]], bool] = lambda seconds: False,
 ) -> dict[str, list[float]]:
     """Seconds of each call in each round, by name. Rounds go through the calls forwards and backwards in turn.
 
-    ``is_enough`` looks at all rounds so far and may end it before ``num_rounds``, on all ranks alike.
+    Before them come ``num_warmups`` that do not count, and more until ``is_warm``. ``is_enough`` looks at all rounds so
+    far and may end it before ``num_rounds``. Both say the same on all ranks.
     """
     names = list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(-num_warmups, num_rounds):
+
+    def run_round(number: int) -> Iterator[tuple[str, float]]:
         # Turned round every time, so that nobody always follows the same neighbour's heat and caches.
         for name in names if number % 2 == 0 else reversed(names):
-            took = watch.seconds(calls[name])
-            if number >= 0:
-                seconds[name].append(took)
-        if number >= 0:
-            after_round()
-            if is_enough(seconds):
-                break
+            yield name, watch.seconds(calls[name])
+
+    for number in itertools.count(-num_warmups):
+        if number >= 0 and is_warm():
+            break
+        for _ in run_round(number):
+            pass
+    for number in range(num_rounds):
+        for name, took in run_round(number):
+            seconds[name].append(took)
+        after_round()
+        if is_enough(seconds):
+            break
     return seconds
