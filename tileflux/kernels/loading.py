@@ -45,7 +45,7 @@ _LANG = (
     "tiles",
     "policy",
 )
-_KERNELS = ("fill", "copy", "reduce", "steps", "gemm", "gemm_hopper")
+_KERNELS = ("fill", "copy", "reduce", "steps", "gemm", "gemm_hopper", "lists", "index", "choices")
 _MODULES = (*(f"tileflux.lang.{name}" for name in _LANG), *(f"tileflux.kernels.{name}" for name in _KERNELS))
 """From the bottom up, so that a function comes after what it calls."""
 
