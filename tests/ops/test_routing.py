@@ -17,6 +17,8 @@ from tileflux.symm.group import Group
 from tileflux.testing import run_ranks
 from tileflux.testing.moe import ROUTING_KINDS, MoeRouting, moe_routing
 
+from .dense_cases import install_interpreter, interpreted, needs_interpreter
+
 LAYOUTS = {1: (1,), 2: (1, 2), 3: (1, 3), 4: (1, 2, 4)}
 """Worlds, and the sets of experts that each may have: TP only, both, EP only."""
 
@@ -85,6 +87,25 @@ def test_against_the_oracle(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_virtual_ranks(world_size: int) -> None:
     run_ranks(_all_layouts, world_size, args=(int(torch.randint(2**30, ())),), where="virtual")
+
+
+def _interpreted(group: Group, seed: int) -> None:
+    """By the kernels: as above; then other types and bits, nothing at all, wrong numbers, and too little room."""
+    with interpreted():
+        _all_layouts(group, seed)
+        _same_sizes(group)
+        _nothing(group)
+        if group.world_size == 2:
+            _out_of_range(group)
+            for mirrored in (False, True):
+                _capacity(group, mirrored)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_interpreted(world_size: int) -> None:
+    install_interpreter()
+    run_ranks(_interpreted, world_size, args=(int(torch.randint(2**30, ())),), timeout_s=120)
 
 
 def _same_sizes(group: Group) -> None:

@@ -72,7 +72,6 @@ def _choices_kernel(
         # So that the compiler can tell, and does not load element by element.
         pitch = pitch // WIDTH * WIDTH
         width = width // WIDTH * WIDTH
-        out_ptr = tl.multiple_of(out_ptr, 16)
     tokens = tl.program_id(0) // num_parts * TOKENS + tl.arange(0, TOKENS)
     columns = tl.program_id(0) % num_parts * COLUMNS + tl.arange(0, COLUMNS)
     is_token = tokens < num_tokens
@@ -91,4 +90,4 @@ def _choices_kernel(
             value = tl.where(mask, weight[:, None] * value, 0.0)
         total += value
     offsets = tokens[:, None].to(tl.int64) * width + columns[None, :]
-    tl.store(out_ptr + offsets, total.to(OUT), mask=is_token[:, None] & is_column[None, :])
+    tl.store(typed(out_ptr, OUT, ALIGNED) + offsets, total.to(OUT), mask=is_token[:, None] & is_column[None, :])

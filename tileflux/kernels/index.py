@@ -132,7 +132,7 @@ def _place(grid, arguments, constants):
 
 def _stages(group: Group, sizes: tuple[int, ...], top_k: int) -> tuple[int, torch.Tensor]:
     """Blocks of all stages, and a device table: the first block of each and the end, first slots, ends of slots."""
-    words = _stage_words(sizes, group.rank, top_k)
+    words = _stage_words(sizes, group.rank, top_k, _BLOCK)
     tables = _tables.get(group)
     if tables is None:
         tables = _tables[group] = DeviceTables(group.device, len(words))
@@ -140,11 +140,11 @@ def _stages(group: Group, sizes: tuple[int, ...], top_k: int) -> tuple[int, torc
 
 
 @functools.lru_cache(maxsize=256)
-def _stage_words(sizes: tuple[int, ...], rank: int, top_k: int) -> tuple[int, ...]:
+def _stage_words(sizes: tuple[int, ...], rank: int, top_k: int, block: int) -> tuple[int, ...]:
     ends = [top_k * tokens for tokens in itertools.accumulate(sizes)]
     sources = [(rank + hop) % len(sizes) for hop in range(len(sizes))]
     firsts = [ends[source] - top_k * sizes[source] for source in sources]
-    num_blocks = [-(-top_k * sizes[source] // _BLOCK) for source in sources]
+    num_blocks = [-(-top_k * sizes[source] // block) for source in sources]
     return (0, *itertools.accumulate(num_blocks), *firsts, *(ends[source] for source in sources))
 
 
