@@ -77,8 +77,10 @@ def launch_route(
     num_columns = num_experts + num_sets
     counts = torch.empty((num_blocks + 1, num_columns), dtype=torch.int32, device=packed.device)
     num_words = GROUPS.tiles + GROUPS.tile_words * max_tiles + capacity + 2 * num_slots
-    parts = (num_words, capacity, num_experts * group.world_size + 1, num_experts + 1)
-    results = torch.empty(sum(parts), dtype=torch.int32, device=packed.device).split(parts)
+    parts = (capacity, num_experts * group.world_size + 1, num_experts + 1)
+    # The index has memory of its own: ops take it and offsets, and a compiler would ask whether they overlap.
+    index = torch.empty(num_words, dtype=torch.int32, device=packed.device)
+    results = (index, *torch.empty(sum(parts), dtype=torch.int32, device=packed.device).split(parts))
     constants = (group.world_size, padded(num_experts), _BLOCK)
     addresses = (packed.data_ptr(), counts.data_ptr())
     with launching(group):
