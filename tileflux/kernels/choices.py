@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tileflux.kernels.loading import load_once, lock
+from tileflux.kernels.loading import launching_on, load_once
 from tileflux.kernels.prepared import launch_step
 from tileflux.lang.remote import typed
 
@@ -42,7 +42,7 @@ def launch_choices(
     grid = triton.cdiv(num_tokens, _TOKENS) * triton.cdiv(width, _COLUMNS)
     launch = functools.partial(launch_step, _choices_kernel)
     load_once(rows.device, ("choices", *constants), lambda: launch(0, arguments, constants, _NUM_WARPS))
-    with lock:
+    with launching_on(rows.device):
         launch(grid, arguments, constants, _NUM_WARPS)
     return out
 

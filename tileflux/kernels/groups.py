@@ -266,10 +266,8 @@ def sum_choices(
 
     In the order of choices; those that are not here are left out. The sum is rounded to ``dtype``.
     """
-    is_plain = not torch.is_grad_enabled() or not (
-        rows.requires_grad or (weights is not None and weights.requires_grad)
-    )
-    if is_plain and rows.dtype in SUMMED and dtype in SUMMED and _by_kernels(rows):
+    records = torch.is_grad_enabled() and (rows.requires_grad or (weights is not None and weights.requires_grad))
+    if not records and rows.dtype in SUMMED and dtype in SUMMED and _by_kernels(rows):
         return launch_choices(rows, positions, weights, dtype)
     total = torch.zeros((len(positions), *rows.shape[1:]), dtype=torch.float32, device=rows.device)
     if not len(rows):

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tileflux.config import GROUPS
-from tileflux.kernels.loading import load_once, lock
+from tileflux.kernels.loading import launching_on, load_once
 from tileflux.kernels.prepared import launch_step
 from tileflux.lang.remote import typed
 from tileflux.symm.group import Group
@@ -52,7 +52,7 @@ def launch_cut(counts: torch.Tensor, num_rows: int, block_m: int, max_tiles: int
     arguments = (counts.data_ptr(), counts.stride(0), len(counts), num_rows, block_m, index)
     launch = functools.partial(launch_step, _cut_kernel)
     load_once(counts.device, ("cut", *constants), lambda: launch(0, arguments, constants, _NUM_WARPS))
-    with lock:
+    with launching_on(counts.device):
         launch(num_parts(max_tiles), arguments, constants, _NUM_WARPS)
     return index
 
@@ -61,7 +61,7 @@ def launch_stage(index: torch.Tensor, max_tiles: int, stage: int) -> torch.Tenso
     """The list with the tiles of ``stage`` first, and their number in place of all tiles'."""
     result = torch.empty_like(index)
     load_stage(result)
-    with lock:
+    with launching_on(index.device):
         arguments = (index.data_ptr(), len(index), max_tiles, stage, result)
         launch_step(_stage_kernel, -(-len(index) // _COPY), arguments, (_COPY,), _NUM_WARPS)
     return result
