@@ -15,8 +15,10 @@ os.environ["MKL_DISABLE_FAST_MM"] = "1"
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 # What has been measured on this machine must not change what is tested.
 os.environ["TILEFLUX_TUNE_DIR"] = ""
-# Before CUDA starts: virtual ranks whose streams share a hardware queue may wait for each other.
+# Before CUDA starts: virtual ranks whose streams share a hardware queue, or which load kernels late, may wait for each
+# other.
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+os.environ["CUDA_MODULE_LOADING"] = "EAGER"
 
 import pytest
 import torch

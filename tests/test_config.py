@@ -71,6 +71,7 @@ def test_flags_have_names() -> None:
         ({"num_chunks": 0}, f"num_chunks=0 should be from 1 to {MAX_CHUNKS}"),
         ({"num_chunks": MAX_CHUNKS + 1}, f"num_chunks={MAX_CHUNKS + 1} should be"),
         ({"group_m": 0}, "group_m=0 should be at least 1"),
+        ({"span": 0}, "span=0 should be at least 1"),
         ({"num_stages": 0}, "num_stages=0 should be at least 1"),
         ({"num_feeders": 0}, "num_feeders=0 should be at least 1"),
         ({"num_sms": 1}, "num_sms=1 should be at least 2: one program feeds, one multiplies"),

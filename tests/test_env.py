@@ -121,14 +121,16 @@ def test_loopback_is_a_default_and_no_order(monkeypatch: pytest.MonkeyPatch) -> 
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
-def test_queues_for_streams_are_a_default_and_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    assert env.queues_for_streams() == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+def test_settings_for_streams_are_a_default_and_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+    for name in wanted:
+        monkeypatch.delenv(name, raising=False)
+    assert env.settings_for_streams() == wanted
     assert not env.separate_streams()
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert {name: os.environ[name] for name in wanted} == wanted
+    assert env.settings_for_streams() == {} and env.separate_streams()
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert env.queues_for_streams() == {} and env.separate_streams()
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert env.separate_streams() and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
 def test_every_variable_of_ours_is_declared() -> None:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 TESTED_ELSEWHERE: dict[str, str] = {
     "kernels/host_policies.py": "what gemm_host.py does with each tile: test_gemm_host.py, and every test of tests/ops",
+    "kernels/rows_host.py": "test_ep_dispatch.py, test_ep_combine.py of tests/ops; test_spread.py against the kernel",
     "kernels/reduce_host.py": "every test of tests/ops over CPU ranks, and test_copy.py against the kernel",
     "lang/exchange.py": "both kernels are made of it: test_copy.py and test_reduce.py of tests/kernels",
     "lang/tiles.py": "both main loops are made of it: test_gemm.py of tests/kernels, and the compile cases of Hopper's",

@@ -13,6 +13,7 @@ from tileflux.errors import PeerTimeout as PeerTimeout
 from tileflux.errors import RegionError as RegionError
 from tileflux.errors import TilefluxError as TilefluxError
 from tileflux.errors import TransportUnavailable as TransportUnavailable
+from tileflux.ops import Dispatched as Dispatched
 from tileflux.ops import Routing as Routing
 from tileflux.ops import ag_gemm as ag_gemm
 from tileflux.ops import all_gather as all_gather
@@ -20,6 +21,8 @@ from tileflux.ops import all_reduce as all_reduce
 from tileflux.ops import all_to_all as all_to_all
 from tileflux.ops import barrier as barrier
 from tileflux.ops import broadcast as broadcast
+from tileflux.ops import ep_combine as ep_combine
+from tileflux.ops import ep_dispatch as ep_dispatch
 from tileflux.ops import gemm as gemm
 from tileflux.ops import gemm_ar as gemm_ar
 from tileflux.ops import gemm_rs as gemm_rs
@@ -40,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CapacityExceeded",
     "CommConfig",
+    "Dispatched",
     "Explanation",
     "FlagWrite",
     "GemmConfig",
@@ -53,6 +57,8 @@ __all__ = [
     "TransportUnavailable",
     "__version__",
     "ag_gemm",
+    "ep_combine",
+    "ep_dispatch",
     "explain",
     "gemm",
     "gemm_ar",

@@ -15,6 +15,7 @@ __all__ = [
     "MAX_AHEAD",
     "MAX_CHUNKS",
     "NUM_SLOTS",
+    "ROWS",
     "TABLE",
     "TRACE",
     "CommConfig",
@@ -24,6 +25,7 @@ __all__ = [
     "GroupsLayout",
     "GuardLayout",
     "MailboxLayout",
+    "RowsLayout",
     "TableLayout",
     "TraceLayout",
     "hashed_once",
@@ -246,6 +248,31 @@ GROUPS = GroupsLayout()
 
 
 @dataclass(frozen=True)
+class RowsLayout:
+    """How tokens are cut into messages, as a kernel reads it (see ``kernels/rows_plan.py``): 64-bit words.
+
+    After the single words come arrays with one word per rank: its tokens, and those of the ranks before it.
+    """
+
+    rows_per_piece: int = 0
+    num_slabs: int = 1
+    slab_bytes: int = 2
+    row_bytes: int = 3
+    places: int = 4  # where in a slot the numbers of the tokens begin
+    rows: int = 5  # where in a slot the rows begin
+    note_words: int = 6
+    min_pieces: int = 7
+    arrays: int = 8
+
+    def num_words(self, world_size: int) -> int:
+        """Words of one table."""
+        return self.arrays + 2 * world_size
+
+
+ROWS = RowsLayout()
+
+
+@dataclass(frozen=True)
 class TraceLayout:
     """What a recorded launch writes down (``lang/trace.py``), in 64-bit words.
 
@@ -275,8 +302,9 @@ class GemmConfig:
     """How a GEMM is cut into tiles and given to programs.
 
     ``num_feeders`` programs of an all-gather GEMM send rows while the others multiply, and ``num_chunks`` is how many
-    flags announce one rank's rows. ``num_sms`` bounds the programs of a launch; None takes what the GPU, or the
-    group's share of it, has; under Triton's interpreter it is for the simulator, which runs programs side by side. All
+    flags announce one rank's rows; tiles of ``span`` such chunks go through the weight together, so that what is read of
+    it serves them all. ``num_sms`` bounds the programs of a launch; None takes what the GPU, or the group's share of it,
+    has; under Triton's interpreter it is for the simulator, which runs programs side by side. All
     ranks of a call use the same numbers.
 
     ``fetches``: where ranks share a GPU, programs take tiles as they come, so that one that starts late, because
@@ -295,6 +323,7 @@ class GemmConfig:
     num_stages: int = 3
     num_feeders: int = 4
     num_chunks: int = 1
+    span: int = 1
     num_sms: int | None = None
     fetches: bool = False
     hopper: bool = False
@@ -309,7 +338,7 @@ class GemmConfig:
             raise ValueError(f"num_warps={self.num_warps} should be 1, 2, 4, 8 or 16")
         if not 1 <= self.num_chunks <= MAX_CHUNKS:
             raise ValueError(f"num_chunks={self.num_chunks} should be from 1 to {MAX_CHUNKS}")
-        for name in ("group_m", "num_stages", "num_feeders"):
+        for name in ("group_m", "num_stages", "num_feeders", "span"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} should be at least 1")
         if self.num_sms is not None and self.num_sms < 2:

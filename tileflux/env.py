@@ -22,7 +22,7 @@ __all__ = [
     "interpreting",
     "link",
     "local_rank",
-    "queues_for_streams",
+    "settings_for_streams",
     "scoped",
     "separate_streams",
     "set_variables",
@@ -34,7 +34,7 @@ __all__ = [
     "use_loopback",
 ]
 
-_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_FOR_STREAMS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 
 VARIABLES: Mapping[str, str] = {
     "TILEFLUX_TIMEOUT_S": "Seconds a wait may last before it becomes PeerTimeout. Default 30.",
@@ -121,18 +121,20 @@ def share_gpu() -> None:
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
 
 
-def queues_for_streams() -> dict[str, str]:
-    """What to set, before CUDA starts, to give a process's streams hardware queues of their own; nothing if it is set.
+def settings_for_streams() -> dict[str, str]:
+    """What to set, before CUDA starts, so that streams of a process may wait for each other; less what is set.
 
-    CUDA has 8 by default, and lets streams share them: then a kernel of one virtual rank may stand behind another
-    rank's that waits for it. MPS clients have to do with the default.
+    CUDA has 8 hardware queues by default, and lets streams share them: then a kernel of one virtual rank may stand
+    behind another rank's that waits for it. And it loads a library's kernel when it is first launched, which does not
+    end while another kernel runs: a rank that comes to one of torch's late would never get on. MPS clients, each of
+    which has one rank, have to do with the defaults.
     """
-    return {} if _QUEUES in os.environ else {_QUEUES: "32"}
+    return {name: value for name, value in _FOR_STREAMS.items() if name not in os.environ}
 
 
 def separate_streams() -> bool:
-    """Set ``queues_for_streams`` for this process; whether that was done before."""
-    missing = queues_for_streams()
+    """Set ``settings_for_streams`` for this process; whether that was done before."""
+    missing = settings_for_streams()
     os.environ.update(missing)
     return not missing
 

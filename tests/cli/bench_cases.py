@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +22,7 @@ from tileflux.cli._worlds import World
 from tileflux.testing.bench import BenchCase, RankTimes, measure
 
 bench_module = import_module("tileflux.cli.bench")
+ROOT = Path(__file__).parents[2]
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
 
 
@@ -60,3 +66,21 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
     monkeypatch.setattr(_worlds.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Made-up GPU")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def launch(*arguments: str, num_ranks: int = 2) -> list[tuple[int, str, str]]:
+    """Exit status, output and errors of every rank, started as torchrun starts them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tileflux", "bench", *arguments], cwd=ROOT, text=True,
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(num_ranks)
+    ]  # fmt: skip
+    ended = [(process, process.communicate(timeout=100)) for process in processes]
+    return [(process.returncode, *texts) for process, texts in ended]

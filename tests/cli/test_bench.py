@@ -9,7 +9,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,9 +28,8 @@ from tileflux.errors import PeerTimeout, RankFailed, TilefluxError, TransportUna
 from tileflux.symm.group import Group
 from tileflux.testing.bench import BenchCase, RankTimes, measure
 
-from .bench_cases import LAUNCHER, Recorder, bench_module, invoke, pretend, rows_of
+from .bench_cases import LAUNCHER, ROOT, Recorder, bench_module, invoke, launch, pretend, rows_of
 
-ROOT = Path(__file__).parents[2]
 NAMES = ["sequential", "pipelined", "ours sequential", "ours fused", "ours auto"]
 
 
@@ -282,26 +280,8 @@ def _marked(mark: str) -> list[int]:
     return found
 
 
-def _launch(*arguments: str, num_ranks: int = 2) -> list[tuple[int, str, str]]:
-    """Exit status, output and errors of every rank, started as torchrun starts them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tileflux", "bench", *arguments], cwd=ROOT, text=True,
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in range(num_ranks)
-    ]  # fmt: skip
-    ended = [(process, process.communicate(timeout=100)) for process in processes]
-    return [(process.returncode, *texts) for process, texts in ended]
-
-
 def test_under_torchrun_rank_0_prints_for_all() -> None:
-    first, second = _launch("gemm_rs", "32", "64", "64", "--iters", "2", "--json", "-", "--where", "torchrun")
+    first, second = launch("gemm_rs", "32", "64", "64", "--iters", "2", "--json", "-", "--where", "torchrun")
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     assert second[1:] == ("", "")
     report = json.loads(first[1])

@@ -76,6 +76,7 @@ def test_a_wrong_result_is_not_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     [
         (("gemm_ar", "8", "8", "8", "--where", "cpu"), "gemm_ar is not recorded"),
         (("gemm", "8", "8", "8", "--where", "cpu"), "gemm is not recorded"),
+        (("moe_ag_gemm", "8", "8", "8", "--where", "cpu"), "moe_ag_gemm is not recorded"),
         (("ag_gemm", "8", "8", "8", "--where", "cpu", "--html", "/nowhere/x.html"), "there is no folder /nowhere"),
         (("ag_gemm", "8", "8", "8", "--where", "cpu", "--link", "fast"), "--link fast"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import random
@@ -18,6 +19,7 @@ from tileflux.cli._plot import plot
 from tileflux.cli._report import Measured, Session, as_csv, as_json, labels, merge, sentence, show
 from tileflux.perf.figures import CaseResult
 from tileflux.testing.bench import BenchCase, RankTimes
+from tileflux.testing.shapes import Mixture
 
 PARTS = {"gemm": 10e-3, "comm": 4e-3, "beside": 11e-3}
 SESSION = Session("tileflux bench", "2020-02-02T00:00:00+00:00", "cpu", "2 ranks", 2, "A CPU", "", {"torch": "9.9"})
@@ -302,3 +304,37 @@ def test_of_several_products_the_mean_and_the_worst_are_told_by_shape() -> None:
         "it loses 2."
     )
     assert said(slow) == "ours loses to torch by 25 %: 0.80x over torch."
+
+
+def test_cases_of_one_shape_are_told_apart_by_their_experts() -> None:
+    mixtures = [Mixture(32, 4), Mixture(8, 2)]
+    cases = [BenchCase("moe_ag_gemm", 64, 8, 8, "float32", ("fused",), 3, mixture) for mixture in mixtures]
+    assert labels(cases) == ["E=32 top=4", "E=8 top=2"] and labels(cases[:1]) == ["M=64 N=8 K=8"]
+    larger = dataclasses.replace(cases[1], m=128)
+    assert labels([cases[0], larger]) == ["M=64 E=32 top=4", "M=128 E=8 top=2"]
+    assert labels([cases[1], larger]) == ["M=64", "M=128"]
+    took = [times({"route": 2e-3, "sequential": 14e-3, "ours fused": each}) for each in (11e-3, 15e-3)]
+    found = merge(cases, 1, [took])
+    results = [each.result for each in found if each.result is not None]
+    assert [result.variant for result in results] == ["E=32 top=4", "E=8 top=2"]
+    assert [result.route and result.route.seconds for result in results] == [pytest.approx(2e-3)] * 2
+    assert [timing.name for timing in results[0].contenders] == ["sequential", "ours fused"], "what is apart is not one"
+    output = shown(found)
+    assert "moe_ag_gemm 64 x 8 x 8, E=8 top=2 (auto takes fused)" in output
+    assert output.count("T_beside 11.00 ms, limit 10.00 ms; T_route 2.00 ms") == 2
+    assert "T_route: what makes the routing, which everybody here is given." in " ".join(output.split())
+    assert sentence(results).endswith("; loses to sequential at E=8 top=2 by 7 %.")
+    report = as_json(SESSION, found)["cases"]
+    assert report[0]["parts"]["route"]["seconds"] == pytest.approx(2e-3) and report[1]["mixture"]["num_experts"] == 8
+    rows = list(csv.DictReader(io.StringIO(as_csv(SESSION, found))))
+    assert [row["variant"] for row in rows] == ["E=32 top=4"] * 2 + ["E=8 top=2"] * 2
+    assert all(float(row["route"]) == pytest.approx(2e-3) for row in rows)
+    assert "T_route" not in shown(measured({512: {"sequential": 14.0, "ours fused": 11.0}}))
+
+
+def test_a_picture_of_cases_that_differ_in_their_experts_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cases = [BenchCase("moe_ag_gemm", 64, 8, 8, "float32", (), 3, Mixture(experts, 2)) for experts in (4, 8)]
+    found = merge(cases, 1, [[times({"sequential": 14e-3, "ours fused": 11e-3}) for _ in cases]])
+    plot([each.result for each in found if each.result is not None], "", tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 5000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -10,12 +11,15 @@ import pytest
 
 from tileflux import env
 from tileflux.cli import _plot, _worlds, main
-from tileflux.cli._request import ShapeSet, Strategy, parse_sweeps
+from tileflux.cli._request import Op, RoutingKind, ShapeSet, Strategy, parse_sweeps
 from tileflux.testing.bench import BenchCase
-from tileflux.testing.shapes import MODEL_SHAPES
+from tileflux.testing.moe import ROUTING_KINDS
+from tileflux.testing.shapes import MODEL_SHAPES, MOE_SHAPES, Mixture
 from tileflux.tune.lookup import STRATEGIES
 
 from .bench_cases import LAUNCHER, Recorder, invoke, pretend
+
+MOE = ["8", "8", "8", "--experts", "4", "--top-k", "2"]
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +64,35 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         (["ag_gemm", "8", "8", "8", "--csv", "/tmp"], "--csv /tmp is a folder, and should be a file"),
         (["ag_gemm", "8", "8", "8", "--json", "-", "--csv", "-"], "both be on standard output"),
         (["ag_gemm", "8", "8", "8", "--plot", "picture.txt"], "--plot picture.txt should end in .png, .svg, .pdf"),
-        (["gemm_ar", "8", "8", "8", "--where", "ghost"], "ghosts play ag_gemm and gemm_rs, not gemm_ar"),
+        (["gemm_ar", "8", "8", "8", "--where", "ghost"], "ghosts play ag_gemm, gemm_rs and moe_ag_gemm, not gemm_ar"),
+        (["moe_gemm_rs", *MOE, "--where", "ghost"], "and moe_ag_gemm, not moe_gemm_rs; use --where mps"),
+        (["moe_ag_gemm", "8", "8", "8"], "moe_ag_gemm needs --experts and --top-k, or --shapes; --experts, --top-k mi"),
+        (["moe_ag_gemm", "8", "8", "8", "--experts", "4"], "or --shapes; --top-k missing"),
+        (
+            ["moe_ag_gemm", "8", "8", "--experts", "4", "--top-k", "2"],
+            "moe_ag_gemm needs M, N and K, or --shapes; K mi",
+        ),
+        (["moe_ag_gemm", *MOE, "--experts", "0"], "'--experts'"),
+        (["moe_ag_gemm", *MOE, "--experts", "1025"], "--experts 1025: there may be 1024 at most"),
+        (["moe_ag_gemm", *MOE, "--top-k", "5"], "--top-k 5: a token cannot choose more than the 4 experts there are"),
+        (["moe_ag_gemm", *MOE, "--ep", "3"], "--ep 3 should divide the 4 ranks and the 4 experts"),
+        (["moe_ag_gemm", *MOE, "--ep", "4", "--world", "2"], "--ep 4 should divide the 2 ranks and the 4 experts"),
+        (["moe_ag_gemm", *MOE, "--routing", "unfair"], "'unfair' is not one of 'uniform', 'skewed'"),
+        (["moe_ag_gemm", *MOE, "--host"], "--host times the dense ops, not moe_ag_gemm"),
+        (["moe_ag_gemm", "--shapes", "flux"], "--shapes flux has nothing for moe_ag_gemm; comet, mixtral, qwen-moe"),
+        (["moe_ag_gemm", "--shapes", "comet", "--experts", "4"], "--shapes comet says how many experts there are"),
+        (["moe_ag_gemm", *MOE[:3], "--shapes", "comet"], "--shapes comet takes the place of M, N and K"),
+        (["moe_ag_gemm", "--shapes", "comet", "--sweep", "k=1,2"], "only m can be swept with --shapes"),
+        (["moe_gemm_rs", *MOE, "--strategy", "pipelined"], "moe_gemm_rs has no strategy pipelined; sequential, fused"),
+        (
+            ["ag_gemm", "8", "8", "8", "--experts", "4"],
+            "--experts is for moe_ag_gemm, moe_gemm_rs, grouped_gemm; ag_gem",
+        ),
+        (["ag_gemm", "8", "8", "8", "--routing", "skewed"], "--routing is for moe_ag_gemm"),
+        (["ag_gemm", "--shapes", "moe"], "--shapes moe has nothing for ag_gemm; it is for moe_ag_gemm, moe_gemm_rs"),
+        (["grouped_gemm", *MOE, "--world", "2"], "grouped_gemm is one rank's own product: no --world"),
+        (["grouped_gemm", *MOE, "--ep", "2"], "grouped_gemm is one rank's own product: no --ep"),
+        (["grouped_gemm", *MOE, "--strategy", "fused"], "grouped_gemm has no strategies"),
         (["gemm", "8", "8", "8", "--world", "2"], "gemm is one rank's own product"),
         (["gemm", "8", "8", "8", "--where", "ghost"], "gemm is one rank's own product"),
         (["gemm", "8", "8", "8", "--strategy", "fused"], "gemm has no strategies"),
@@ -137,8 +169,32 @@ def test_sets_of_shapes(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert [(case.m, case.n, case.k) for case in recorder.cases] == [(m, *layer) for layer in layers for m in (1, 2)]
 
 
+@pytest.mark.parametrize("name", MOE_SHAPES)
+@pytest.mark.parametrize("op", [Op.MOE_AG_GEMM, Op.MOE_GEMM_RS, Op.GROUPED_GEMM])
+def test_sets_of_layers_of_experts(op: Op, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    ep = () if op is Op.GROUPED_GEMM else ("--ep", "2")
+    wanted = []
+    for m in (None, 16, 32):
+        for layer in MOE_SHAPES[name]:
+            into, out_of = (m or layer.m, layer.ffn, layer.hidden), (m or layer.m, layer.hidden, layer.ffn)
+            mixture = Mixture(layer.num_experts, layer.top_k, 2 if ep else 1)
+            picked = dataclasses.replace(mixture, is_picked=True)
+            wanted += {
+                Op.MOE_AG_GEMM: [(m, into, mixture)],
+                Op.MOE_GEMM_RS: [(m, out_of, mixture)],
+                Op.GROUPED_GEMM: [(m, size, each) for size in (into, out_of) for each in (mixture, picked)],
+            }[op]
+    for sweep in ((), ("--sweep", "m=16:32")):
+        assert invoke(op, "--shapes", name, "--where", "cpu", *ep, *sweep).exit_code == 0
+        found = [((case.m, case.n, case.k), case.mixture) for case in recorder.cases]
+        expected = [(size, mixture) for m, size, mixture in wanted if bool(m) == bool(sweep)]
+        assert sorted(found, key=str) == sorted(set(expected), key=str) and expected
+
+
 def test_names_on_the_command_line_are_those_of_the_library() -> None:
-    assert {each.value for each in ShapeSet} == set(MODEL_SHAPES)
+    assert {each.value for each in ShapeSet} == {*MODEL_SHAPES, *MOE_SHAPES} and not set(MODEL_SHAPES) & set(MOE_SHAPES)
+    assert {each.value for each in RoutingKind} <= set(ROUTING_KINDS)
     assert {each.value for each in Strategy} == set(STRATEGIES)
 
 
@@ -163,6 +219,34 @@ def test_defaults_depend_on_the_world(
     (case,) = recorder.cases
     assert case == BenchCase("ag_gemm", 8, 8, 8, dtype, ("sequential", "pipelined", "fused", "auto"), None)
     assert type(case.op) is type(case.dtype) is str, "ranks should not need the command line to read their cases"
+
+
+@pytest.mark.parametrize(
+    ("op", "strategies"),
+    [
+        ("moe_ag_gemm", ("sequential", "pipelined", "fused", "auto")),
+        ("moe_gemm_rs", ("sequential", "fused", "auto")),
+        ("grouped_gemm", ()),
+    ],
+)
+def test_what_ops_of_experts_are_asked_for(
+    op: str, strategies: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recorder, file = Recorder(monkeypatch), tmp_path / "a.json"
+    result = invoke(op, *MOE, "--where", "cpu", "--routing", "skewed", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    mixtures = [Mixture(4, 2, 1, "skewed")]
+    mixtures += [dataclasses.replace(mixtures[0], is_picked=True)] if op == "grouped_gemm" else []
+    assert list(recorder.cases) == [BenchCase(op, 8, 8, 8, "float32", strategies, None, each) for each in mixtures]
+    assert all(type(case.mixture.routing) is str for case in recorder.cases if case.mixture)
+    report = json.loads(file.read_text())
+    ranks = "" if op == "grouped_gemm" else " --world 4"
+    layout = "" if op == "grouped_gemm" else " --ep 1"
+    assert report["command"] == (
+        f"tileflux bench {op} 8 8 8 --where cpu --dtype float32{ranks} --experts 4 --top-k 2{layout} --routing skewed"
+    )
+    assert report["cases"][0]["mixture"] == dataclasses.asdict(mixtures[0])
+    assert f"{op} 8 x 8 x 8, E=4 top=2 skewed (auto" in result.output
 
 
 def test_strategies_are_taken_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,12 +66,18 @@ class Recorder:
         self.budget_s, self.num_jobs = -1.0, -1
         self.answers = answers
         self.error: Exception | None = None
+        self.num_done: int | None = None
+        """After so many shapes somebody interrupts."""
         monkeypatch.setattr(tune_module, "run", self)
 
     def __call__(self, world: World, function: object, args: tuple[Any, ...], *, timeout_s: float) -> list[Any]:
         assert function is tune_module.tuning.tune and timeout_s >= 3600
         self.worlds.append(world)
-        self.cases, self.budget_s, self.num_jobs, _ = args
+        self.cases, self.budget_s, self.num_jobs, journal = args
+        if self.num_done is not None:
+            for index in range(len(self.cases))[::-1][: self.num_done]:  # the largest come first
+                journal.note(index, made_up(self.cases[index]))
+            raise KeyboardInterrupt
         if self.error is not None and world.where != "virtual":
             raise self.error
         num_ranks = 1 if world.where == "ghost" else world.size
@@ -191,7 +197,12 @@ def test_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> 
         (["ag_gemm", "8", "8", "8", "--jobs", "0"], "'--jobs'"),
         (["ag_gemm", "8", "8", "8", "--world", "1"], "--world 1: one rank has nothing to wait for"),
         (["ag_gemm", "8", "8", "8", "--where", "ghost"], "--where ghost needs a GPU"),
-        (["gemm_ar", "8", "8", "8", "--where", "ghost"], "ghosts play ag_gemm and gemm_rs, not gemm_ar"),
+        (
+            ["moe_ag_gemm", "8", "8", "8"],
+            "moe_ag_gemm is not tuned: a kept entry knows nothing of experts; ag_gemm, gem",
+        ),
+        (["grouped_gemm", "8", "8", "8"], "grouped_gemm is not tuned"),
+        (["gemm_ar", "8", "8", "8", "--where", "ghost"], "ghosts play ag_gemm, gemm_rs and moe_ag_gemm, not gemm_ar"),
         (["ag_gemm", "8", "8", "8", "--where", "mps"], "torch sees none here"),
         (["ag_gemm", "8", "8", "8", "--json", "/nowhere/a.json"], "there is no folder /nowhere"),
         (["ag_gemm", "--shapes", "decode"], "--shapes decode has nothing for ag_gemm"),
@@ -278,6 +289,18 @@ def test_a_rank_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, folder: 
     recorder.error = RankFailed("rank 1 of 4 failed first: ZeroDivisionError\n\nTraceback", 1, ZeroDivisionError())
     result = invoke("ag_gemm", "512", "256", "64", "--where", "cpu")
     assert result.exit_code == 1 and "Traceback" in result.output and not list(folder.glob("*.json"))
+
+
+@pytest.mark.parametrize("num_done", [0, 2])
+def test_interrupted_it_keeps_the_shapes_that_are_done(
+    num_done: int, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    recorder = Recorder(monkeypatch)
+    recorder.num_done = num_done
+    assert main(["tune", "ag_gemm", "512", "256", "64", "--sweep", "m=512,1024,2048"]) == 130
+    kept = store.load(str(folder)) if folder.exists() else ()
+    assert sorted(entry.problem.m for entry in kept) == [512, 1024, 2048][3 - num_done :]
+    assert all(entry.config == TUNED.config for entry in kept)
 
 
 def test_help_fits_the_screen() -> None:

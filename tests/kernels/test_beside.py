@@ -47,9 +47,11 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     callers = Stream("caller")
 
+    names = iter(("side", "second side"))
+
     def made(device: torch.device, priority: int) -> Stream:
         done.append(f"made with priority {priority}")
-        return Stream("side")
+        return Stream(next(names))
 
     @contextlib.contextmanager
     def current(stream: Stream) -> Iterator[None]:
@@ -83,3 +85,18 @@ def test_it_may_follow_an_event_alone_and_the_stream_is_made_once(log: list[str]
         with beside(group, after=event):
             pass
     assert log == ["made with priority -1", *["side waits for an event", "on side", "off side"] * 2]
+
+
+def test_what_closes_has_a_stream_of_its_own_that_is_not_joined(log: list[str]) -> None:
+    group: Any = _Group()
+    after: Any = "an event"
+    with beside(group, after=after):
+        log.append("send")
+    with beside(group, after=after, closing=True):
+        log.append("close")
+    join(group)
+    assert log == [
+        "made with priority -1", "side waits for an event", "on side", "send", "off side",
+        "made with priority -1", "second side waits for an event", "on second side", "close", "off second side",
+        "caller waits for side",
+    ]  # fmt: skip

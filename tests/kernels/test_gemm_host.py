@@ -31,6 +31,7 @@ configs = st.builds(
     block_n=st.sampled_from([16, 32, 64]),
     group_m=st.integers(1, 4),
     num_chunks=st.integers(1, 16),
+    span=st.integers(1, 4),
 )
 ragged_rows = (
     st.integers(1, 16)

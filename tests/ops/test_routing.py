@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import torch
 import tileflux
 from tileflux.config import GROUPS
 from tileflux.errors import CapacityExceeded
-from tileflux.ops.routing import Routing
+from tileflux.kernels import index, lists
+from tileflux.ops.routing import Routing, route_gathered
 from tileflux.symm.group import Group
 from tileflux.testing import run_ranks
 from tileflux.testing.moe import ROUTING_KINDS, MoeRouting, moe_routing
@@ -108,6 +110,45 @@ def test_interpreted(world_size: int) -> None:
     run_ranks(_interpreted, world_size, args=(int(torch.randint(2**30, ())),), timeout_s=120)
 
 
+def _all_known(group: Group, seed: int) -> None:
+    """Of what all ranks chose, without asking them; with room for too few rows, too."""
+    draws, world_size = random.Random(seed), group.world_size
+    for ep_size in LAYOUTS[world_size]:
+        for kind in ROUTING_KINDS:
+            sizes = [draws.choice((0, 1, 7, 40)) for _ in range(world_size)]
+            case = moe_routing(sizes, 12, draws.randrange(1, 4), draws.randrange(2**32), ep_size=ep_size, kind=kind)
+            ids, weights = torch.cat(case.expert_ids), torch.cat(case.weights)
+            options: dict[str, Any] = {"num_experts": 12, "group": group, "sizes": sizes, "ep_size": ep_size}
+            if group.rank != 1:
+                found = route_gathered(ids, weights, **options, block_m=16)
+                check_routing(group, case, found)
+                assert torch.equal(found.own_weights, case.weights[group.rank])
+                small = route_gathered(ids, weights, **options, capacity=0)
+                assert small.capacity == 0 and (small.num_missing is None) == (not ids.numel())
+
+
+def test_where_all_choices_are_known_nobody_is_asked() -> None:
+    """Rank 1 makes no call at all."""
+    run_ranks(_all_known, 4, args=(int(torch.randint(2**30, ())),))
+
+
+def _all_known_interpreted(group: Group, seed: int) -> None:
+    with interpreted():
+        _all_known(group, seed)
+
+
+@needs_interpreter
+def test_the_same_interpreted() -> None:
+    install_interpreter()
+    run_ranks(_all_known_interpreted, 2, args=(int(torch.randint(2**30, ())),))
+
+
+def test_what_is_known_must_be_of_all_ranks() -> None:
+    (group,) = tileflux.local_groups(1)
+    with group, pytest.raises(ValueError, match=r"route: sizes=\[3\] add up to 3 rows, but the tensor has 2"):
+        route_gathered(torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1), num_experts=1, group=group, sizes=[3])
+
+
 def _same_sizes(group: Group) -> None:
     case = moe_routing((5,) * group.world_size, 6, 2, 3)
     arguments = case.arguments(group.rank)
@@ -127,6 +168,34 @@ def _same_sizes(group: Group) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_defaults_and_types(world_size: int) -> None:
     run_ranks(_same_sizes, world_size)
+
+
+def _loading(group: Group) -> list[object]:
+    """What virtual ranks on a GPU load beforehand: who loads while a peer waits would wait too."""
+    keys: list[object] = []
+
+    def load(device: torch.device, key: object, launch: Any, group: Group | None = None) -> None:
+        launch()
+        if group is not None:
+            keys.append(key)
+
+    with (
+        interpreted(),
+        mock.patch.object(index, "load_once", load),
+        mock.patch.object(lists, "load_once", load),
+        mock.patch.object(Group, "stream", property(lambda group: "its own")),
+    ):
+        for number, sizes in enumerate(((3, 40), (0, 5), (7, 7))):
+            case = moe_routing(sizes, 4, 2, number)
+            check_routing(group, case, route(group, case))
+    return keys
+
+
+@needs_interpreter
+def test_virtual_ranks_load_the_same_whatever_tokens_each_has() -> None:
+    install_interpreter()
+    first, second = run_ranks(_loading, 2)
+    assert first == second and first[:2] * 3 == first, "once for all sizes"
 
 
 def _nothing(group: Group) -> None:

@@ -59,9 +59,10 @@ def test_a_barrier_that_nobody_else_joins_names_them() -> None:
 def test_queues_that_come_too_late_are_said(
     was_set: bool, is_started: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    if was_set:
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    for name, value in (("CUDA_DEVICE_MAX_CONNECTIONS", "32"), ("CUDA_MODULE_LOADING", "EAGER")):
+        monkeypatch.delenv(name, raising=False)
+        if was_set:
+            monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_started)
     monkeypatch.setattr(local, "LocalTransport", lambda world, rank: rank)
     assert local_transports(2, torch.device("cuda", 0)) == [0, 1]

@@ -65,8 +65,8 @@ def test_contenders_by_name(chosen: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert runs["ours auto"] == (runs["sequential"] if chosen == "sequential" else "ours in auto: fused")
     assert suite.auto == chosen and set(suite.skipped) == {"torch", "ours sequential"}
     checks = {each.name: each.check.__name__ for each in suite.contenders}
-    assert checks["ours fused"] == "check_ours" and checks["pipelined"] == "check"
-    assert checks["ours auto"] == ("check" if chosen == "sequential" else "check_ours")
+    assert checks["ours fused"] == "check_ours" and checks["pipelined"] == "check_pipelined"
+    assert checks["ours auto"] == ("check_sequential" if chosen == "sequential" else "check_ours")
 
 
 class Playing:
@@ -152,7 +152,7 @@ def test_ghosts_play_by_the_plan_of_the_way_that_is_tried(
 def test_a_way_without_overlap_is_the_baseline() -> None:
     task = bare(GhostGather, 0, 8, 4, sizes=None, out=torch.empty(0), choice=SimpleNamespace(config=GemmConfig()))
     assert task.caller("sequential", GemmConfig(64)) == task.sequential
-    assert task.checker("sequential") == task.check and task.checker("fused") == task.check_ours
+    assert task.checker("sequential") == task.check_sequential and task.checker("fused") == task.check_ours
 
 
 @pytest.mark.parametrize("kind", [GhostGather, GhostScatter])

@@ -6,7 +6,7 @@ import math
 
 from tileflux import ops
 from tileflux.config import CommConfig
-from tileflux.testing.shapes import GEMM_SHAPES, MESSAGE_SHAPES, MODEL_SHAPES
+from tileflux.testing.shapes import GEMM_SHAPES, MESSAGE_SHAPES, MODEL_SHAPES, MOE_SHAPES, Mixture
 
 SHAPES = {entry.name: entry for entry in MESSAGE_SHAPES}
 GEMMS = {entry.name: entry for entry in GEMM_SHAPES}
@@ -109,3 +109,35 @@ def test_layers_are_as_wide_as_their_models() -> None:
     decode = MODEL_SHAPES["decode"]
     assert all((shape.n, shape.k) == llama[shape.name] for shape in decode)
     assert (min(shape.m for shape in decode), max(shape.m for shape in decode)) == (1, 256)
+
+
+def test_layers_of_experts_are_as_wide_as_their_models() -> None:
+    """Width of a token, width of an expert, experts, experts of a token."""
+    models = {
+        "comet_e32": (8192, 8192, 32, 4), "comet_e8": (8192, 8192, 8, 2), "mixtral_8x7b": (4096, 14336, 8, 2),
+        "qwen2_57b_a14b": (3584, 2560, 64, 8), "phi_3.5_moe": (4096, 6400, 16, 2),
+    }  # fmt: skip
+    assert {(shape.name, *shape[2:6]) for shape in MOE_SHAPES["moe"]} == {
+        (name, *each) for name, each in models.items()
+    }
+    parts = [MOE_SHAPES[name] for name in ("comet", "mixtral", "qwen-moe", "phi-moe")]
+    assert MOE_SHAPES["moe"] == tuple(shape for part in parts for shape in part) and len(MOE_SHAPES) == 5
+    assert {shape.m for shape in MOE_SHAPES["comet"]} == {8192}
+    for part in parts[1:]:
+        assert [shape.m for shape in part] == [2048, 4096, 8192, 16384]
+    for shape in MOE_SHAPES["moe"]:
+        assert shape.why and all(
+            shape.ffn % world_size == 0 == shape.num_experts % world_size for world_size in (2, 4, 8)
+        )
+
+
+def test_products_of_a_layer_of_experts() -> None:
+    (layer, *_) = MOE_SHAPES["mixtral"]
+    into, out_of = (2048, 14336, 4096), (2048, 4096, 14336)
+    assert layer.sizes("moe_ag_gemm") == (into,) and layer.sizes("moe_gemm_rs") == (out_of,)
+    assert layer.sizes("grouped_gemm") == (into, out_of) and layer.sizes("ag_gemm") == ()
+
+
+def test_a_mixture_is_told_by_what_is_not_usual() -> None:
+    assert str(Mixture(8, 2)) == "E=8 top=2"
+    assert str(Mixture(8, 2, 4, "skewed", is_picked=True)) == "E=8 top=2 EP=4 skewed picked"

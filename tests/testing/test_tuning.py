@@ -19,7 +19,7 @@ from tileflux.testing import run_ranks, tuning
 from tileflux.testing.bench import BenchCase
 from tileflux.testing.ghost import ghost_group
 from tileflux.testing.ghost_contenders import GhostTask
-from tileflux.testing.tuning import Tuned, tune
+from tileflux.testing.tuning import Journal, Tuned, tune
 from tileflux.tune import store
 from tileflux.tune.search import Candidate, candidates
 
@@ -36,8 +36,8 @@ def make_case(op: str, m: int = 65, n: int = 50, k: int = 35, dtype: str = "floa
 def test_ranks_come_to_the_same_winner(tmp_path: Path) -> None:
     """With three ranks none of the sizes divides."""
     cases = [make_case(op) for op in ("ag_gemm", "gemm_rs", "gemm_ar")] + [make_case("gemm_rs", m=8, dtype="bfloat16")]
-    ticks = tmp_path / "ticks"
-    found = run_ranks(tune, 3, args=(cases, 0.2, 2, ticks))
+    journal = Journal(tmp_path)
+    found = run_ranks(tune, 3, args=(cases, 0.2, 2, journal))
     assert found[1] == found[2] == found[0]
     for case, tuned in zip(cases, found[0], strict=True):
         problem, outcome = tuned.problem, tuned.outcome
@@ -47,13 +47,14 @@ def test_ranks_come_to_the_same_winner(tmp_path: Path) -> None:
         assert outcome is not None and outcome.winner in outcome.seconds and tuned.before in outcome.seconds
         assert set(outcome.best()) == {"sequential", "pipelined", "fused"}
         assert all(0 < took < math.inf for took in outcome.seconds.values())
-    assert ticks.read_text().count("\n") == len(cases)
+    assert journal.ticks().count("\n") == len(cases)
+    assert journal.found() == dict(enumerate(found[0]))
     outcomes = [tuned.outcome for tuned in found[0]]
-    assert ticks.read_text().count(".") == sum(outcome.num_tried for outcome in outcomes if outcome is not None)
+    assert journal.ticks().count(".") == sum(outcome.num_tried for outcome in outcomes if outcome is not None)
 
 
 def _alone(group: Group, case: BenchCase) -> Tuned:
-    return tune(group, [case], 0.0, 2, None)[0]
+    return tune(group, [case], 0.0, 2)[0]
 
 
 def test_a_plain_product_is_tuned_too() -> None:
@@ -74,7 +75,7 @@ def _with_broken(group: Group, op: str, strategies: tuple[str, ...], how: str) -
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, op, wrong)
-        return tune(group, [make_case(op)], 60.0 if how == "nothing" else 0.0, 2, None)[0]
+        return tune(group, [make_case(op)], 60.0 if how == "nothing" else 0.0, 2)[0]
 
 
 @pytest.mark.parametrize(("op", "how"), [("ag_gemm", "left out"), ("gemm_rs", "added"), ("gemm_ar", "added")])
@@ -104,7 +105,7 @@ def _recorded(group: Group, op: str) -> tuple[Tuned, list[Candidate]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, op, record)
-        return tune(group, [make_case(op)], 60.0, 2, None)[0], called
+        return tune(group, [make_case(op)], 60.0, 2)[0], called
 
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_ar"])
@@ -205,7 +206,7 @@ def test_among_ghosts_every_way_is_tried_against_them_alone(monkeypatch: pytest.
         transport="ghost", rank=0, world_size=8, device=torch.device("cpu"), traits=traits,
         synchronize=lambda: None, barrier=lambda: None,
     )  # fmt: skip
-    (found,) = tune(group, [make_case("ag_gemm", 256, 64, 32)], 60.0, 2, None)  # type: ignore[arg-type]
+    (found,) = tune(group, [make_case("ag_gemm", 256, 64, 32)], 60.0, 2)  # type: ignore[arg-type]
     # As a group of eight whose GPUs are joined by PCIe asks.
     problem = found.problem
     assert (problem.link, problem.world_size, problem.m, problem.n, problem.k) == ("PCIe", 8, 256, 8, 32)
@@ -241,7 +242,7 @@ def _compiled_ahead(group: Group, op: str) -> tuple[int, list[tuple[list[object]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "Compilers", Noted)
         patch.setattr(tuning, "variants", lambda problem, tried, group: list(dict.fromkeys(tried)))
-        (found,) = tune(group, [make_case(op)], 60.0, 7, None)
+        (found,) = tune(group, [make_case(op)], 60.0, 7)
         (made,) = Noted.made
         assert made.is_closed and found.outcome is not None
         return made.num_processes, made.asked, len(candidates(found.problem))
@@ -259,7 +260,7 @@ def test_ranks_compile_ahead_each_its_part() -> None:
 
 def _tune_among_ghosts(rank: int, world_size: int, cases: list[BenchCase]) -> list[Tuned]:
     with ghost_group(4, timeout_s=10) as group:
-        return tune(group, cases, 8.0, 16, None)
+        return tune(group, cases, 8.0, 16)
 
 
 @pytest.mark.gpu

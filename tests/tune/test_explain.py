@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +13,14 @@ import torch
 
 import tileflux
 from tileflux import Explanation, explain
+from tileflux.config import GemmProblem
+from tileflux.kernels.plan import split_rows
 from tileflux.symm.group import Group
 from tileflux.testing import run_ranks
 from tileflux.testing.dense import ag_case, rs_case
+from tileflux.testing.moe import moe_ag_case, moe_routing, moe_rs_case
 from tileflux.tune import store
+from tileflux.tune.lookup import rule
 
 from .entries import make_entry
 
@@ -86,6 +92,69 @@ def test_what_was_measured_is_said_and_done(
     assert all("measured on the CPU, 2026-11-15: " in str(each) for each in told)
 
 
+def _experts_as_explained(group: Group, op: str, shape: tuple[int, int, int], dtype: torch.dtype, top_k: int) -> Any:
+    """What a call of an op of experts hands to its kernels, beside what was said of it."""
+    (m, n, k), rank, num_experts = shape, group.rank, 4
+    routing = moe_routing(split_rows(m, group.world_size), num_experts, top_k, 3)
+    case = moe_ag_case(routing, k, n, dtype, 1) if op == "moe_ag_gemm" else moe_rs_case(routing, n, k, dtype, 1)
+    _, columns, depth = case.weights[rank].shape
+    told = explain(op, m, columns, depth, group=group, dtype=dtype, num_experts=num_experts, top_k=top_k)
+    module = import_module(f"tileflux.ops.{op}")
+    name, taken = {"moe_ag_gemm": "run_gather", "moe_gemm_rs": "run_combine"}[op], []
+    right = getattr(module, name)
+
+    def noted(group: Group, operands: Any, rows: Any, strategy: str, config: Any, *others: Any) -> None:
+        taken.append((strategy, config))
+        right(group, operands, rows, strategy, config, *others)
+
+    routed = tileflux.route(**routing.arguments(rank), group=group)
+    before = dict(group.memory_summary().region_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, noted)
+        arguments = list(case.arguments(rank).values())
+        getattr(tileflux, op)(*arguments, routed)
+    held = {name: size for name, size in group.memory_summary().region_bytes.items() if name not in before}
+    assert held.get(f"{op}.data", 0) == told.symmetric_bytes, f"{told} holds {held}"
+    assert taken == [(told.strategy, told.config)]
+    return told
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "dtype", "top_k"),
+    [
+        ("moe_ag_gemm", (64, 96, 40), torch.bfloat16, 2),
+        ("moe_ag_gemm", (62, 96, 40), torch.float32, 1),
+        ("moe_gemm_rs", (64, 96, 40), torch.bfloat16, 2),
+        ("moe_gemm_rs", (64, 96, 40), torch.float32, 3),
+    ],
+)
+def test_ops_of_experts_do_and_hold_what_was_said(op: str, shape: Any, dtype: torch.dtype, top_k: int) -> None:
+    for told in run_ranks(_experts_as_explained, 4, args=(op, shape, dtype, top_k), group_kwargs={"timeout_s": 5.0}):
+        assert (told.op, told.strategy) == (op, "fused") and told.symmetric_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "top_k", "block_m"),
+    [(256, 32, 2, 16), (256, 8, 2, 64), (512, 8, 2, 128), (8192, 8, 2, 128)],
+)
+def test_tiles_on_a_gpu_are_as_high_as_an_expert_fills(
+    tokens: int, num_experts: int, top_k: int, block_m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A made-up H200, whose product alone decides about the rest of a tile."""
+    group: Any = SimpleNamespace(device=torch.device("cuda", 0), world_size=4)
+    hopper = {"arch": 90, "num_sms": 132, "link": "NVLink"}
+
+    def problem_for(op: str, m: int, n: int, k: int, *others: object) -> GemmProblem:
+        return GemmProblem(op, m, n, k, 4, "bfloat16", **hopper)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tileflux.tune.explain.problem_for", problem_for)
+    told = explain("moe_ag_gemm", tokens, 2048, 4096, group=group, num_experts=num_experts, top_k=top_k)
+    alone = rule(GemmProblem("gemm", tokens if block_m == 128 else block_m, 2048, 4096, 1, "bfloat16", **hopper)).config  # type: ignore[arg-type]
+    assert told.config.block_m == block_m
+    assert (told.config.block_n, told.config.block_k) == (alone.block_n, alone.block_k)
+    assert told.strategy == ("sequential" if tokens < 512 else "fused")
+
+
 def test_one_rank_holds_nothing() -> None:
     (group,) = tileflux.local_groups(1)
     with group:
@@ -111,7 +180,14 @@ def test_it_prints_as_two_sentences() -> None:
 def test_refusals() -> None:
     (group,) = tileflux.local_groups(1)
     with group:
-        with pytest.raises(ValueError, match="explain: op='gemm' is not one of ag_gemm, gemm_ar, gemm_rs"):
+        with pytest.raises(ValueError, match="op='gemm' is not one of ag_gemm, gemm_ar, gemm_rs, moe_ag_gemm, moe_gem"):
             explain("gemm", 1, 1, 1, group=group)
         with pytest.raises(ValueError, match="explain: m=1, n=-1 and k=1 should be at least 0"):
             explain("gemm_rs", 1, -1, 1, group=group)
+        with pytest.raises(ValueError, match="explain: gemm_rs has no experts; leave num_experts and top_k away"):
+            explain("gemm_rs", 1, 1, 1, group=group, top_k=2)
+        for given in ({}, {"num_experts": 4}, {"top_k": 2}, {"num_experts": 4, "top_k": 0}):
+            with pytest.raises(
+                ValueError, match="what moe_ag_gemm does depends on num_experts and top_k, both at least"
+            ):
+                explain("moe_ag_gemm", 1, 1, 1, group=group, **given)  # type: ignore[arg-type]

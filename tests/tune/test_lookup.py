@@ -118,6 +118,23 @@ def test_tiles_fit_the_rows(problem: GemmProblem) -> None:
         assert stage * itemsize * config.num_stages <= 227 * 1024  # shared memory of Hopper
 
 
+@pytest.mark.parametrize(
+    ("op", "m", "n", "link", "tile"),
+    [
+        ("gemm", 4096, 6144, "", (128, 256)),
+        ("gemm", 1024, 6144, "", (128, 128)),  # 192 tiles of 128 x 256 would be two waves of 132, the second half empty
+        ("ag_gemm", 1024, 49152, "PCIe", (128, 256)),  # the product is longer than what it gathers
+        ("ag_gemm", 1024, 6144, "PCIe", (64, 128)),  # and here it is not: 24 tiles of 128 x 256 at the end
+        ("ag_gemm", 1024, 6144, "NVLink", (128, 128)),
+        ("gemm_rs", 1024, 12288, "PCIe", (128, 256)),
+    ],
+)
+def test_large_tiles_are_those_that_end_first(op: str, m: int, n: int, link: str, tile: tuple[int, int]) -> None:
+    world_size = 1 if op == "gemm" else 8
+    config = rule(GemmProblem(op, m, n, 12288, world_size, "bfloat16", link=link, **H100)).config
+    assert (config.block_m, config.block_n) == tile
+
+
 def test_a_problem_is_what_the_call_is() -> None:
     cpu = torch.device("cpu")
     assert problem_for("gemm", 3, 4, 5, torch.int8, cpu, None) == GemmProblem("gemm", 3, 4, 5, 1, "int8")

@@ -34,10 +34,10 @@ def plot(results: Sequence[CaseResult], subtitle: str, file: Path) -> None:
     names = list(dict.fromkeys(timing.name for result in results for timing in result.contenders))
     names.sort(key=lambda name: name not in BASELINES)
     colours = _colours(names)
-    varying = [axis for axis in _AXES if len({getattr(result, axis) for result in results}) > 1]
+    varying = [axis for axis in (*_AXES, "variant") if len({getattr(result, axis) for result in results}) > 1]
     if len(results) == 1:
         _bars_of_times(axes, results[0], colours)
-    elif len(varying) == 1:
+    elif len(varying) == 1 and varying[0] in _AXES:
         _lines(axes, results, names, colours, varying[0])
     else:
         _bars_of_speedups(axes, results, names, colours)
@@ -50,6 +50,7 @@ def _title(results: Sequence[CaseResult]) -> str:
     first = results[0]
     fixed = [axis for axis in _AXES if len({getattr(result, axis) for result in results}) == 1]
     sizes = " ".join(f"{axis.upper()}={getattr(first, axis)}" for axis in fixed)
+    sizes += f" {first.variant}" if len({result.variant for result in results}) == 1 else ""
     return f"{first.op} {sizes} ({first.dtype}, world {first.world_size})".replace("  ", " ")
 
 

@@ -21,6 +21,7 @@ from tileflux.testing.timing import MAX_ROUNDS, STEADY, median_error
 __all__ = ["Measured", "Session", "as_csv", "as_json", "count_rounds", "labels", "merge", "sentence", "show"]
 
 _PARTS = ("gemm", "comm", "beside")
+_APART = "route"  # timed beside the parts, and in nobody's time
 _SHORT = {"sequential": "seq.", "pipelined": "pipe.", "torch": "torch"}
 _MAX_LOSSES = 3
 _MAX_UNSTEADY = 4
@@ -32,6 +33,9 @@ _LEGEND_OF_OVERLAP = (
     " ECT: exposed communication, total less T_gemm. hidden: share of T_comm that is not exposed. limit: the longer of "
     "T_gemm and T_comm."
 )
+
+
+_LEGEND_OF_ROUTING = " T_route: what makes the routing, which everybody here is given."
 
 
 @dataclass(frozen=True)
@@ -89,15 +93,15 @@ def _merge_one(case: BenchCase, world_size: int, times: Sequence[RankTimes]) -> 
         if not all(each.rounds.get(name) for each in times):
             skipped.setdefault(name, "not timed on every rank")
     # A part that a case does not have took no time: a plain product moves nothing.
-    missing = [name for name in _PARTS if not any(any(each.rounds.get(name, ())) for each in times)]
+    missing = [name for name in (*_PARTS, _APART) if not any(any(each.rounds.get(name, ())) for each in times)]
     names = [name for name in times[0].rounds if name not in skipped and name not in missing]
     rounds = {name: [each.rounds[name] for each in times] for name in names}
     timings = {name: summarize(name, rounds[name]) for name in names}
-    contenders = sorted((timings[name] for name in names if name not in _PARTS), key=_place)
+    contenders = sorted((timings[name] for name in names if name not in (*_PARTS, _APART)), key=_place)
     result = CaseResult(
         case.op, case.m, case.n, case.k, world_size, case.dtype,
         timings["gemm"], timings.get("comm"), timings.get("beside"),
-        tuple(contenders), tuple(skipped.items()), times[0].auto,
+        tuple(contenders), tuple(skipped.items()), times[0].auto, case.variant, timings.get(_APART),
     )  # fmt: skip
     return Measured(case, result, (), rounds)
 
@@ -114,7 +118,7 @@ def show(console: Console, measured: Sequence[Measured]) -> None:
     for each in measured:
         result, case = each.result, each.case
         console.print()
-        heading = f"[bold]{case.op} {case.m} x {case.n} x {case.k}[/]"
+        heading = f"[bold]{case.op} {case.m} x {case.n} x {case.k}[/]" + (f", {case.variant}" if case.variant else "")
         if result is None:
             console.print(f"{heading}: [bold red]WRONG[/], so no times: {escape(each.problems[0])}", soft_wrap=True)
             continue
@@ -127,6 +131,8 @@ def show(console: Console, measured: Sequence[Measured]) -> None:
     moves = any(result.comm is not None for result in results.values())
     rounds = count_rounds([each.num_rounds for each in measured if each.result is not None])
     legend = [_LEGEND.format(rounds) + (_LEGEND_OF_OVERLAP if moves else "")] if results else []
+    if any(result.route is not None for result in results.values()):
+        legend[0] += _LEGEND_OF_ROUTING
     unsteady = _unsteady_notes(dict(zip(names, measured, strict=True)))
     for note in [*_skipped_notes(results), *_auto_notes(results), *unsteady, *legend]:
         console.print(escape(note), style="dim", width=min(80, console.width))
@@ -138,7 +144,8 @@ def _parts_text(result: CaseResult) -> str:
         parts.append(f"T_comm {_time(result.comm.seconds)}")
     if result.beside is not None:
         parts.append(f"T_beside {_time(result.beside.seconds)}")
-    return ", ".join([*parts, *([f"limit {_time(result.limit)}"] if result.comm is not None else [])])
+    parts += [f"limit {_time(result.limit)}"] if result.comm is not None else []
+    return ", ".join(parts) + ("" if result.route is None else f"; T_route {_time(result.route.seconds)}")
 
 
 def _table(result: CaseResult, with_heading: bool) -> Table:
@@ -202,9 +209,13 @@ def _auto_notes(results: Mapping[str, CaseResult]) -> list[str]:
 
 
 def labels(cases: Sequence[BenchCase | CaseResult]) -> list[str]:
-    """What tells each case from the others: M, N and K as far as they differ."""
-    axes = [axis for axis in ("m", "n", "k") if len({getattr(case, axis) for case in cases}) > 1] or ["m", "n", "k"]
-    return [" ".join(f"{axis.upper()}={getattr(case, axis)}" for axis in axes) for case in cases]
+    """What tells each case from the others: M, N and K as far as they differ, and its variant if that does."""
+    axes = [axis for axis in ("m", "n", "k") if len({getattr(case, axis) for case in cases}) > 1]
+    differ = len({case.variant for case in cases}) > 1
+    axes = axes if axes or differ else ["m", "n", "k"]
+    ends = [f" {case.variant}" if differ else "" for case in cases]
+    texts = [" ".join(f"{axis.upper()}={getattr(case, axis)}" for axis in axes) for case in cases]
+    return [(text + end).strip() for text, end in zip(texts, ends, strict=True)]
 
 
 def sentence(results: Sequence[CaseResult]) -> str:
@@ -215,7 +226,7 @@ def sentence(results: Sequence[CaseResult]) -> str:
     if len(verdict.duels) == 1:
         return _one_shape(verdict.duels[0])
     names = dict(zip([id(each) for each in results], labels(results), strict=True))
-    if all(each.op == "gemm" for each in results):
+    if all(each.comm is None and each.find("torch") for each in results):
         return _products(verdict, names)
     won, level, lost = (
         [duel for duel in verdict.duels if getattr(duel, kind)] for kind in ("is_won", "is_level", "is_lost")
@@ -239,9 +250,10 @@ def _products(verdict: Verdict, names: Mapping[int, str]) -> str:
     worst, best = (f"{duel.speedup:.2f}x at {names[id(duel.case)]}" for duel in (duels[0], duels[-1]))
     kinds = {"wins": "is_won", "is level at": "is_level", "loses": "is_lost"}
     counts = {word: sum(getattr(duel, kind) for duel in duels) for word, kind in kinds.items()}
+    library = "torch.mm" if duels[0].case.op == "gemm" else "torch._grouped_mm"
     told = ", ".join(f"{word} {count}" for word, count in counts.items() if count)
     return (
-        f"{verdict.name} is {mean:.2f}x as quick as torch.mm in the geometric mean of {len(duels)} shapes, "
+        f"{verdict.name} is {mean:.2f}x as quick as {library} in the geometric mean of {len(duels)} shapes, "
         f"from {worst} to {best}; it {told}."
     )
 
@@ -288,7 +300,7 @@ def _case_json(each: Measured) -> dict[str, Any]:
     case, result = dataclasses.asdict(each.case), each.result
     if result is None:
         return {**case, "problems": list(each.problems)}
-    parts = {name: getattr(result, name) for name in _PARTS}
+    parts = {name: getattr(result, name) for name in (*_PARTS, *([_APART] if result.route else []))}
     return {
         **case,
         "num_rounds": each.num_rounds,
@@ -326,11 +338,14 @@ def as_csv(session: Session, measured: Sequence[Measured]) -> str:
     lines: list[dict[str, Any]] = []
     for each in measured:
         if (result := each.result) is not None:
-            parts = {name: getattr(result, name) for name in _PARTS}
+            parts = {name: getattr(result, name) for name in (*_PARTS, _APART)}
             for timing in result.contenders:
                 lines.append(
                     {
-                        **{name: getattr(result, name) for name in ("op", "m", "n", "k", "world_size", "dtype")},
+                        **{
+                            name: getattr(result, name)
+                            for name in ("op", "m", "n", "k", "variant", "world_size", "dtype")
+                        },
                         "where": session.where,
                         "link": session.link,
                         "contender": timing.name,

@@ -15,17 +15,20 @@ from tileflux import env
 from tileflux.cli._plot import PLOT_SUFFIXES, can_plot
 from tileflux.cli._worlds import BenchPlace, Place, World, choose, choose_for_bench
 from tileflux.link import Link
+from tileflux.ops.routing import MAX_EXPERTS
 from tileflux.testing.bench import BenchCase
-from tileflux.testing.shapes import MODEL_SHAPES
+from tileflux.testing.shapes import MODEL_SHAPES, MOE_SHAPES, Mixture
 
 __all__ = [
     "GHOST_WORLD",
     "STDOUT",
     "WORLD",
+    "WITH_EXPERTS",
     "Dtype",
     "Op",
     "Options",
     "Request",
+    "RoutingKind",
     "ShapeSet",
     "Strategy",
     "parse_sweeps",
@@ -43,6 +46,14 @@ class Op(enum.StrEnum):
     GEMM_RS = "gemm_rs"
     GEMM_AR = "gemm_ar"
     GEMM = "gemm"
+    MOE_AG_GEMM = "moe_ag_gemm"
+    MOE_GEMM_RS = "moe_gemm_rs"
+    GROUPED_GEMM = "grouped_gemm"
+
+
+WITH_EXPERTS = (Op.MOE_AG_GEMM, Op.MOE_GEMM_RS, Op.GROUPED_GEMM)
+_ALONE = (Op.GEMM, Op.GROUPED_GEMM)
+_PLAYED = (Op.AG_GEMM, Op.GEMM_RS, Op.MOE_AG_GEMM)
 
 
 class Dtype(enum.StrEnum):
@@ -62,13 +73,25 @@ class Strategy(enum.StrEnum):
     AUTO = "auto"
 
 
+class RoutingKind(enum.StrEnum):
+    """How tokens choose experts, of ``testing.moe.ROUTING_KINDS``."""
+
+    UNIFORM = "uniform"
+    SKEWED = "skewed"
+
+
 class ShapeSet(enum.StrEnum):
-    """Names of ``MODEL_SHAPES``."""
+    """Names of ``MODEL_SHAPES`` and ``MOE_SHAPES``."""
 
     FLUX = "flux"
     GPT3 = "gpt3"
     LLAMA = "llama"
     DECODE = "decode"
+    COMET = "comet"
+    MIXTRAL = "mixtral"
+    QWEN_MOE = "qwen-moe"
+    PHI_MOE = "phi-moe"
+    MOE = "moe"
 
 
 @dataclass(frozen=True)
@@ -91,6 +114,10 @@ class Options:
     plot: Path | None
     host: bool = False
     """Whether the host's part of a call is timed, instead of the call."""
+    experts: int | None = None
+    top_k: int | None = None
+    ep: int | None = None
+    routing: RoutingKind | None = None
 
 
 @dataclass(frozen=True)
@@ -116,8 +143,17 @@ class Request:
             )
         dtype = options.dtype or (Dtype.BFLOAT16 if world.on_gpu else Dtype.FLOAT32)
         strategies = _strategies(options)
-        cases = [BenchCase(options.op.value, *size, dtype.value, strategies, options.iters) for size in _sizes(options)]
+        cases = [
+            BenchCase(options.op.value, *size, dtype.value, strategies, options.iters, mixture)
+            for size, mixture in _shapes(options, world.size)
+        ]
         return cls(options, world, tuple(cases), _link(options.link, world))
+
+    def check_ranks(self, world_size: int) -> None:
+        """The rest of it where only a launcher's ranks get to know how many they are."""
+        for case in self.cases:
+            if case.mixture is not None:
+                _check_mixture(case.mixture, world_size)
 
     @property
     def command(self) -> str:
@@ -126,7 +162,8 @@ class Request:
         words = ["tileflux", "bench", options.op, *(str(size) for size in options.sizes if size is not None)]
         words += ["--where", options.where, "--dtype", dtype]
         words += [] if options.iters is None else ["--iters", str(options.iters)]
-        words += [] if self.world.where == "torchrun" or options.op is Op.GEMM else ["--world", str(self.world.size)]
+        words += [] if self.world.where == "torchrun" or options.op in _ALONE else ["--world", str(self.world.size)]
+        words += _words_of_experts(options)
         for option, values in (("--sweep", options.sweep), ("--strategy", options.strategy)):
             words += [word for value in values for word in (option, value)]
         words += ["--shapes", options.shapes] if options.shapes else []
@@ -158,14 +195,16 @@ def _check_outputs(options: Options) -> None:
 
 def _choose(options: Options) -> World:
     place, size = options.where, options.world
-    if options.op is Op.GEMM:
+    if options.op in _ALONE:
         if size not in (None, 1) or place not in ("auto", "cpu", "local"):
-            raise ValueError("gemm is one rank's own product: no --world, and --where auto, cpu or local")
+            raise ValueError(f"{options.op} is one rank's own product: no --world, and --where auto, cpu or local")
         chosen = choose(Place(place.value), 1)
         chosen = dataclasses.replace(chosen, text="one GPU" if chosen.on_gpu else "one CPU process")
     else:
-        if options.op is Op.GEMM_AR and place is BenchPlace.GHOST:
-            raise ValueError("ghosts play ag_gemm and gemm_rs, not gemm_ar; use --where mps")
+        if options.op not in _PLAYED and place is BenchPlace.GHOST:
+            raise ValueError(
+                f"ghosts play {', '.join(_PLAYED[:-1])} and {_PLAYED[-1]}, not {options.op}; use --where mps"
+            )
         default = GHOST_WORLD if place is BenchPlace.GHOST else WORLD
         chosen = choose_for_bench(place, default if size is None else size)
         if chosen.where == "torchrun" and size is not None:
@@ -187,11 +226,93 @@ def _link(text: str | None, world: World) -> Link | None:
 
 
 def _strategies(options: Options) -> tuple[str, ...]:
-    if options.op is not Op.GEMM:
-        return tuple(dict.fromkeys(each.value for each in options.strategy or Strategy))
-    if options.strategy:
-        raise ValueError("gemm has no strategies: it is one kernel")
-    return ()
+    wanted = tuple(dict.fromkeys(each.value for each in options.strategy or Strategy))
+    if options.op in _ALONE:
+        if options.strategy:
+            raise ValueError(f"{options.op} has no strategies: it is one kernel")
+        return ()
+    if options.op is Op.MOE_GEMM_RS and Strategy.PIPELINED in wanted:
+        if options.strategy:
+            raise ValueError("moe_gemm_rs has no strategy pipelined; sequential, fused and auto are there")
+        return tuple(each for each in wanted if each != Strategy.PIPELINED)
+    return wanted
+
+
+def _words_of_experts(options: Options) -> list[str]:
+    """What of the call says how tokens choose."""
+    if options.op not in WITH_EXPERTS:
+        return []
+    words = [] if options.experts is None else ["--experts", str(options.experts), "--top-k", str(options.top_k)]
+    words += [] if options.op is Op.GROUPED_GEMM else ["--ep", str(options.ep or 1)]
+    return [*words, "--routing", options.routing or RoutingKind.UNIFORM]
+
+
+def _shapes(options: Options, world_size: int) -> list[tuple[tuple[int, int, int], Mixture | None]]:
+    """All that is asked for, each once. ``world_size`` is 0 where nobody knows it yet."""
+    if options.op not in WITH_EXPERTS:
+        if given := [name for name, value in _experts_options(options).items() if value is not None]:
+            raise ValueError(f"{given[0]} is for {', '.join(WITH_EXPERTS)}; {options.op} has no experts")
+        return [(size, None) for size in _sizes(options)]
+    if options.host:
+        raise ValueError(f"--host times the dense ops, not {options.op}")
+    if options.op is Op.GROUPED_GEMM and options.ep is not None:
+        raise ValueError("grouped_gemm is one rank's own product: no --ep")
+    found = _sizes_with_experts(options)
+    for _, mixture in found:
+        _check_mixture(mixture, world_size)
+    if options.op is Op.GROUPED_GEMM:
+        return [(size, dataclasses.replace(each, is_picked=picked)) for size, each in found for picked in (False, True)]
+    return list(found)
+
+
+def _experts_options(options: Options) -> dict[str, object]:
+    return {
+        "--experts": options.experts, "--top-k": options.top_k, "--ep": options.ep, "--routing": options.routing
+    }  # fmt: skip
+
+
+def _sizes_with_experts(options: Options) -> list[tuple[tuple[int, int, int], Mixture]]:
+    op, ep_size, routing = options.op.value, options.ep or 1, (options.routing or RoutingKind.UNIFORM).value
+    if options.shapes is None:
+        given = {name: value for name, value in _experts_options(options).items() if name in ("--experts", "--top-k")}
+        if missing := [name for name, value in given.items() if value is None]:
+            raise ValueError(f"{op} needs --experts and --top-k, or --shapes; {', '.join(missing)} missing")
+        mixture = Mixture(options.experts or 0, options.top_k or 0, ep_size, routing)
+        return [(size, mixture) for size in _sizes(options)]
+    if options.experts is not None or options.top_k is not None:
+        raise ValueError(f"--shapes {options.shapes} says how many experts there are; leave --experts and --top-k out")
+    swept = _swept_rows(options)
+    known = MOE_SHAPES.get(options.shapes, ())
+    found = [
+        ((m, *rest), Mixture(entry.num_experts, entry.top_k, ep_size, routing))
+        for entry in known
+        for _, *rest in entry.sizes(op)
+        for m in swept or [entry.m]
+    ]
+    if not found:
+        raise ValueError(f"--shapes {options.shapes} has nothing for {op}; {', '.join(MOE_SHAPES)} have")
+    return list(dict.fromkeys(found))  # type: ignore[arg-type]
+
+
+def _check_mixture(mixture: Mixture, world_size: int) -> None:
+    num_experts, top_k, ep_size = mixture.num_experts, mixture.top_k, mixture.ep_size
+    if num_experts > MAX_EXPERTS:
+        raise ValueError(f"--experts {num_experts}: there may be {MAX_EXPERTS} at most")
+    if top_k > num_experts:
+        raise ValueError(f"--top-k {top_k}: a token cannot choose more than the {num_experts} experts there are")
+    if world_size % ep_size or num_experts % ep_size:
+        ranks = f"{world_size} ranks and the " if world_size else ""
+        raise ValueError(f"--ep {ep_size} should divide the {ranks}{num_experts} experts")
+
+
+def _swept_rows(options: Options) -> list[int]:
+    """What replaces the M of a set; nothing if it stays."""
+    if any(size is not None for size in options.sizes):
+        raise ValueError(f"--shapes {options.shapes} takes the place of M, N and K; leave them out")
+    axes = parse_sweeps(options.sweep)
+    if set(axes) - {"m"}:
+        raise ValueError("--sweep of a set's N or K would be another model's; only m can be swept with --shapes")
+    return axes.get("m", [])
 
 
 def _sizes(options: Options) -> list[tuple[int, int, int]]:
@@ -203,16 +324,13 @@ def _sizes(options: Options) -> list[tuple[int, int, int]]:
             raise ValueError(f"{op} needs M, N and K, or --shapes; {', '.join(missing)} missing")
         lists = [axes.get(axis, [size or 0]) for axis, size in named.items()]
         return list(dict.fromkeys((m, n, k) for m, n, k in itertools.product(*lists)))
-    if any(size is not None for size in options.sizes):
-        raise ValueError(f"--shapes {options.shapes} takes the place of M, N and K; leave them out")
-    if set(axes) - {"m"}:
-        raise ValueError("--sweep of a set's N or K would be another model's; only m can be swept with --shapes")
-    known = MODEL_SHAPES[options.shapes]
+    swept = _swept_rows(options)
+    known = MODEL_SHAPES.get(options.shapes, ())
     entries = [entry for entry in known if op in entry.ops]
     if not entries:
-        others = dict.fromkeys(name for entry in known for name in entry.ops)
+        others = dict.fromkeys(name for entry in known for name in entry.ops) or WITH_EXPERTS
         raise ValueError(f"--shapes {options.shapes} has nothing for {op}; it is for {', '.join(others)}")
-    return list(dict.fromkeys((m, entry.n, entry.k) for entry in entries for m in axes.get("m", [entry.m])))
+    return list(dict.fromkeys((m, entry.n, entry.k) for entry in entries for m in swept or [entry.m]))
 
 
 def parse_sweeps(texts: Sequence[str]) -> dict[str, list[int]]:

@@ -207,7 +207,7 @@ def run(
             group_kwargs=settings,
         )  # fmt: skip
     # Before the child starts: it starts CUDA before its ranks.
-    with env.scoped(env.queues_for_streams() if world.on_gpu else {}):
+    with env.scoped(env.settings_for_streams() if world.on_gpu else {}):
         (results,) = run_ranks(
             _run_virtual, 1, args=(world, function, args, timeout_s, settings),
             where="spawn" if world.on_gpu else "fork", device=world.device, timeout_s=timeout_s + _GRACE_S,

@@ -27,7 +27,18 @@ from tileflux.cli._console import Progress, fail, make_console
 from tileflux.cli._machine import inspect_machine
 from tileflux.cli._plot import plot as draw
 from tileflux.cli._report import Measured, Session, as_csv, as_json, count_rounds, merge, sentence, show
-from tileflux.cli._request import GHOST_WORLD, STDOUT, WORLD, Dtype, Op, Options, Request, ShapeSet, Strategy
+from tileflux.cli._request import (
+    GHOST_WORLD,
+    STDOUT,
+    WORLD,
+    Dtype,
+    Op,
+    Options,
+    Request,
+    RoutingKind,
+    ShapeSet,
+    Strategy,
+)
 from tileflux.cli._worlds import BenchPlace, World, attempt, reason, run, run_here, torchrun_world
 from tileflux.errors import TilefluxError
 from tileflux.symm.group import Group
@@ -77,6 +88,16 @@ _LinkText = Annotated[
 _Host = Annotated[
     bool, typer.Option("--host", help="Instead: how long calls of ours hold the host, and what of that launches are.")
 ]
+_Experts = Annotated[int | None, typer.Option("--experts", min=1, help="Of ops of experts: how many there are.")]
+_TopK = Annotated[int | None, typer.Option("--top-k", min=1, help="Experts that every token chooses.")]
+_Ep = Annotated[
+    int | None,
+    typer.Option("--ep", min=1, help="Sets of experts; ranks that share one divide its experts. Default: 1."),
+]
+_Routing = Annotated[
+    RoutingKind | None,
+    typer.Option("--routing", help="How tokens choose; skewed: few experts get most. Default: uniform."),
+]
 _Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything, raw rounds too; - prints it.")]
 _Csv = Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="A line per contender; - prints it.")]
 _Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Speed-ups as a .png, .svg or .pdf.")]
@@ -96,13 +117,18 @@ def bench(
     shapes: _Shapes = None,
     link: _LinkText = None,
     host: _Host = False,
+    experts: _Experts = None,
+    top_k: _TopK = None,
+    ep: _Ep = None,
+    routing: _Routing = None,
     json: _Json = None,
     csv: _Csv = None,
     plot: _Plot = None,
 ) -> None:
     """Time an op against plain baselines and torch, after checking every result.
 
-    M, N and K are of the whole product: ranks divide N for ag_gemm, and K for gemm_rs and gemm_ar.
+    M, N and K are of the whole product: ranks divide N for ag_gemm and moe_ag_gemm, and K for the others. Of ops of
+    experts M is the number of tokens, and N and K are an expert's.
     A wrong result gets no time, and the exit status is 1. How to read the table is in docs/bench.md.
 
     \b
@@ -110,13 +136,14 @@ def bench(
       tileflux bench ag_gemm 4096 49152 12288 --world 8
       tileflux bench gemm_rs 4096 8192 28672 --sweep m=512:8192
       tileflux bench gemm_ar --shapes decode --csv decode.csv
+      tileflux bench moe_ag_gemm 8192 14336 4096 --experts 8 --top-k 2
       tileflux bench ag_gemm 256 512 512 --where cpu --link 1GB/s,50us
       tileflux bench ag_gemm 512 49152 12288 --where mps --host
       torchrun --nproc-per-node 8 -m tileflux bench gemm_rs --shapes flux
     """
     options = Options(
         op, (m, n, k), world, where, dtype, sweep or (), iters, strategy or (), shapes, link, json, csv, plot,
-        host,
+        host, experts, top_k, ep, routing,
     )  # fmt: skip
     try:
         request = Request.check(options)
@@ -165,6 +192,12 @@ def _join(console: Console, request: Request) -> tuple[World, list[Any]]:
     try:
         with Group.from_env() as group:
             world = torchrun_world(group.world_size)
+            try:
+                request.check_ranks(group.world_size)
+            except ValueError as error:
+                if group.rank:
+                    raise typer.Exit(2) from None
+                fail("bench", str(error), 2)
             if group.rank == 0:
                 _announce(console, request, world)
                 ranks = _watched(

@@ -105,7 +105,7 @@ def profile(
 
 
 def _check(options: Options) -> Request:
-    if options.op in (Op.GEMM, Op.GEMM_AR):
+    if options.op not in (Op.AG_GEMM, Op.GEMM_RS):
         raise ValueError(f"{options.op} is not recorded; ag_gemm and gemm_rs are")
     request = Request.check(options)
     if request.world.where == "torchrun":

@@ -12,7 +12,7 @@ import json as json_module
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,11 +26,11 @@ import tileflux
 from tileflux import env
 from tileflux.cli._console import Progress, fail, make_console
 from tileflux.cli._machine import inspect_machine
-from tileflux.cli._request import GHOST_WORLD, STDOUT, WORLD, Dtype, Op, Options, Request, ShapeSet
+from tileflux.cli._request import GHOST_WORLD, STDOUT, WITH_EXPERTS, WORLD, Dtype, Op, Options, Request, ShapeSet
 from tileflux.cli._worlds import BenchPlace, World, attempt, run
 from tileflux.testing import tuning
 from tileflux.testing.bench import BenchCase
-from tileflux.testing.tuning import Tuned
+from tileflux.testing.tuning import Journal, Tuned
 from tileflux.tune import store
 from tileflux.tune.lookup import forget, lookup
 from tileflux.tune.search import Candidate
@@ -99,11 +99,21 @@ def tune(
             raise typer.Exit(2) from None  # one of its processes says it for all
         fail("tune", str(error), 2)
     console = Console(stderr=True, highlight=False) if json == STDOUT else make_console()
-    request, found = _search(console, request, budget, len(os.sched_getaffinity(0)) if jobs is None else jobs)
+    num_jobs = len(os.sched_getaffinity(0)) if jobs is None else jobs
+    with tempfile.TemporaryDirectory(prefix="tileflux-tune-") as folder:
+        journal = Journal(Path(folder))
+        try:
+            request, found = _search(console, request, budget, num_jobs, journal)
+        except KeyboardInterrupt:
+            _finish_early(console, request, journal.found(), dry_run)
+            raise
     _finish(console, request, found, dry_run)
 
 
 def _check(options: Options, dry_run: bool) -> Request:
+    if options.op in WITH_EXPERTS:
+        dense = ", ".join(op for op in Op if op not in WITH_EXPERTS)
+        raise ValueError(f"{options.op} is not tuned: a kept entry knows nothing of experts; {dense} are")
     request = Request.check(options)
     if request.world.where == "torchrun":
         raise ValueError("torchrun's ranks are not tuned; without it, --where auto starts a process for each GPU")
@@ -122,18 +132,17 @@ def _check(options: Options, dry_run: bool) -> Request:
     return request
 
 
-def _search(console: Console, request: Request, budget_s: float, num_jobs: int) -> tuple[Request, list[Tuned]]:
+def _search(
+    console: Console, request: Request, budget_s: float, num_jobs: int, journal: Journal
+) -> tuple[Request, list[Tuned]]:
     """Run the ranks: what they found, and in which world."""
     cases = request.cases
 
     def work(world: World) -> list[list[Tuned]]:
         how = f"{world.text}, {cases[0].dtype}, {budget_s:g} s a shape"
         console.print(f"tileflux {tileflux.__version__} tune {cases[0].op}: {how}", soft_wrap=True)
-        return _watched(
-            console,
-            cases,
-            lambda ticks: run(world, tuning.tune, (cases, budget_s, num_jobs, ticks), timeout_s=_TIMEOUT_S),
-        )
+        with Progress(console, lambda: _progress(journal.ticks(), len(cases))):
+            return run(world, tuning.tune, (cases, budget_s, num_jobs, journal), timeout_s=_TIMEOUT_S)
 
     may_fall_back = request.options.where is BenchPlace.AUTO
     world, ranks = attempt("tune", console, request.world, work, may_fall_back=may_fall_back)
@@ -141,28 +150,28 @@ def _search(console: Console, request: Request, budget_s: float, num_jobs: int) 
     return dataclasses.replace(request, world=world), found
 
 
+def _progress(ticks: str, num_cases: int) -> str:
+    """How far it is, for a terminal."""
+    *done, now = ticks.split("\n")
+    if not ticks:
+        return "starting ranks and compiling"
+    return f"shape {min(len(done) + 1, num_cases)} of {num_cases}: {len(now)} ways tried"
+
+
+def _finish_early(console: Console, request: Request, found: Mapping[int, Tuned], dry_run: bool) -> None:
+    """Interrupted: keep and show the shapes that are done."""
+    if not found:
+        return
+    console.print(f"interrupted after {len(found)} of {len(request.cases)} shapes", style="dim")
+    done = dataclasses.replace(request, cases=tuple(request.cases[index] for index in found))
+    with contextlib.suppress(typer.Exit):  # the status is that of an interruption
+        _finish(console, done, list(found.values()), dry_run)
+
+
 def _merge(found: Sequence[Tuned]) -> Tuned:
     """All ranks came to the same; each knows only its own wrong results."""
     wrong = tuple(dict.fromkeys(text for each in found for text in each.wrong))
     return dataclasses.replace(found[0], wrong=wrong)
-
-
-def _watched(console: Console, cases: Sequence[BenchCase], work: Callable[[Path | None], list[Any]]) -> list[Any]:
-    """``work`` with a file to tick in, and on a terminal a line that says how far it is."""
-    with contextlib.ExitStack() as stack:
-        ticks = None
-        if console.is_terminal:
-            ticks = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tileflux-tune-")), "ticks")
-
-        def describe() -> str:
-            text = ticks.read_text() if ticks is not None and ticks.exists() else ""
-            *done, now = text.split("\n")
-            if not text:
-                return "starting ranks and compiling"
-            return f"shape {min(len(done) + 1, len(cases))} of {len(cases)}: {len(now)} ways tried"
-
-        with Progress(console, describe):
-            return work(ticks)
 
 
 def _finish(console: Console, request: Request, found: Sequence[Tuned], dry_run: bool) -> None:

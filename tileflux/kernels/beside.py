@@ -12,22 +12,22 @@ from tileflux.symm.group import Group
 
 __all__ = ["beside", "join"]
 
-_sides: weakref.WeakKeyDictionary[Group, torch.cuda.Stream] = weakref.WeakKeyDictionary()
+_sides: weakref.WeakKeyDictionary[Group, dict[bool, torch.cuda.Stream]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def beside(group: Group, *used: torch.Tensor, after: torch.cuda.Event | None = None) -> Iterator[None]:
+def beside(
+    group: Group, *used: torch.Tensor, after: torch.cuda.Event | None = None, closing: bool = False
+) -> Iterator[None]:
     """Launch on the group's side stream, after an event, or what the caller's stream holds so far.
 
-    Nothing to do on the CPU.
+    There are two: with ``closing``, that of kernels that tell when something may be sent. In one stream the next of
+    them would wait for what is being sent, and what can be sent next for it. Nothing to do on the CPU.
     """
     if group.device.type != "cuda":
         yield
         return
-    side = _sides.get(group)
-    if side is None:
-        # Of high priority: its few programs must get in while the products fill the GPU.
-        side = _sides[group] = torch.cuda.Stream(group.device, priority=-1)
+    side = _stream(group, closing)
     if after is None:
         side.wait_stream(torch.cuda.current_stream(group.device))
     else:
@@ -39,6 +39,14 @@ def beside(group: Group, *used: torch.Tensor, after: torch.cuda.Event | None = N
 
 
 def join(group: Group) -> None:
-    """Let the caller's stream wait for what was launched beside it."""
+    """Let the caller's stream wait for what was sent beside it. What closes, the sender must have waited for."""
     if group.device.type == "cuda":
-        torch.cuda.current_stream(group.device).wait_stream(_sides[group])
+        torch.cuda.current_stream(group.device).wait_stream(_stream(group, False))
+
+
+def _stream(group: Group, closing: bool) -> torch.cuda.Stream:
+    streams = _sides.setdefault(group, {})
+    if closing not in streams:
+        # Of high priority: its few programs must get in while the products fill the GPU.
+        streams[closing] = torch.cuda.Stream(group.device, priority=-1)
+    return streams[closing]

@@ -310,11 +310,12 @@ def _copy_finished(group: Group, operands: Operands, rows: tuple[int, ...], stra
         # In front of what waits for it: a kernel that has to be loaded is not loaded while another waits.
         launch_gemm(operands, STAGE, config, group=group, turn=here)
         num_columns = -(-out.shape[1] // config.block_n)
-        with beside(group, after=opened):
-            for owner in owners:
-                if rows[owner]:
-                    num_tiles = -(-rows[owner] // config.block_m) * num_columns
-                    steps.launch_close(here, owner, num_tiles, world_size)
+        for owner in (owner for owner in owners if rows[owner]):
+            with beside(group, after=opened, closing=True):
+                num_tiles = -(-rows[owner] // config.block_m) * num_columns
+                steps.launch_close(here, owner, num_tiles, world_size)
+                closed = torch.cuda.current_stream(group.device).record_event()
+            with beside(group, after=closed):
                 _send_shard(here, owner, out)
     else:
         mine = dataclasses.replace(operands, out=here.staging(out.dtype, out.shape[1]))

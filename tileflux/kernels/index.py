@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from tileflux.config import GROUPS
-from tileflux.kernels.launch import DeviceTables
+from tileflux.kernels.launch import DeviceTables, on_host
 from tileflux.kernels.lists import INTEGERS, TILES, end_list, list_stage, load_stage, num_parts, padded, store_header
 from tileflux.kernels.loading import launching, load_once
 from tileflux.kernels.prepared import launch_step
@@ -98,7 +98,7 @@ def load_route(
     group: Group, sizes: tuple[int, ...], num_experts: int, expert_ids: torch.Tensor, weights: torch.Tensor
 ) -> None:
     """What must not happen later: loading, and telling the device how many tokens each rank has."""
-    if group.device.type != "cuda":
+    if on_host(group):
         return
     constants = (group.world_size, padded(num_experts), _BLOCK)
     kind = weights.dtype if weights.dtype in _WEIGHT_TYPES else torch.float32

@@ -45,9 +45,18 @@ _LANG = (
     "tiles",
     "policy",
 )
-_KERNELS = ("fill", "copy", "reduce", "steps", "gemm", "gemm_hopper", "lists", "index", "choices")
-_MODULES = (*(f"tileflux.lang.{name}" for name in _LANG), *(f"tileflux.kernels.{name}" for name in _KERNELS))
-"""From the bottom up, so that a function comes after what it calls."""
+_KERNELS = ("fill", "copy", "reduce", "steps", "gemm", "gemm_hopper")
+_MODULES = (
+    *(f"tileflux.lang.{name}" for name in _LANG),
+    *(f"tileflux.kernels.{name}" for name in _KERNELS),
+    "tileflux.lang.rows",
+    "tileflux.kernels.spread",
+    "tileflux.kernels.gather",
+    "tileflux.kernels.lists",
+    "tileflux.kernels.index",
+    "tileflux.kernels.choices",
+)
+"""From the bottom up, so that a function comes after what it calls. New ones at the end: the keys of others stay."""
 
 
 def launching(group: Group | None) -> contextlib.AbstractContextManager[object]:

@@ -130,6 +130,7 @@ class GemmSpec:
     block_n: int
     block_k: int
     group_m: int
+    span: int
     num_feeders: int
     world_size: int
     num_shards: int
@@ -242,7 +243,8 @@ def _make_spec(
         is_gated=activation == "swiglu",
         is_grouped=groups[0], picks_rows=groups[1],
         combines=role.combines, num_slabs=config.num_chunks if role.combines else 1,
-        block_m=config.block_m, block_n=config.block_n, block_k=config.block_k, group_m=config.group_m,
+        block_m=config.block_m, block_n=config.block_n, block_k=config.block_k,
+        group_m=config.group_m, span=config.span if role.is_sharded and world_size > 1 else 1,
         num_feeders=num_feeders,
         world_size=world_size,
         num_shards=world_size if role.is_sharded else 1,

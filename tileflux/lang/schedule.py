@@ -5,8 +5,14 @@ tile waits for one flag and belongs to one rank. Every chunk has room for the sa
 beyond a shard's last row are skipped. The functions use nothing but ``//``, ``%`` and ``min``, so that the host can
 ``replay`` them with plain numbers.
 
-An order maps (step, rank, num_shards, num_chunks, num_m, num_n, group_m) to (shard, chunk, m, n, turn), where ``m`` and
-``n`` count tiles within the chunk. ``turn`` is 0 for a tile to multiply, and 1 where it is only to be summed.
+An order maps (step, rank, num_shards, num_chunks, num_m, num_n, group_m, span) to (shard, chunk, m, n, turn), where
+``m`` and ``n`` count tiles within the chunk. ``turn`` is 0 for a tile to multiply, and 1 where it is only to be summed.
+
+``span`` chunks go through the columns together. One after the other, each would have the whole weight read for its
+own few rows: 128 of them are about as few as the memory can keep up with. But where rows arrive, tiles of the first
+of these chunks then stand behind some that wait for the last. This rank's own chunks are never among others': where
+rows arrive they need not be waited for, and where sums depart they wait for every peer, and must not keep from leaving
+what a peer waits for.
 """
 
 from collections.abc import Callable
@@ -39,33 +45,36 @@ def grouped(index, num_m, num_n, group_m):
 
 
 @triton.jit
-def arrival_order(step, rank, num_shards, num_chunks, num_m, num_n, group_m):
+def arrival_order(step, rank, num_shards, num_chunks, num_m, num_n, group_m, span):
     """My own rows first, then those of the next rank: the order in which the feeders of ``lang/turn.py`` send."""
-    return _shard_order(step, rank, num_shards, num_chunks, num_m, num_n, group_m)
+    return _shard_order(step, rank, num_shards, num_chunks, num_chunks, num_m, num_n, group_m, span)
 
 
 @triton.jit
-def departure_order(step, rank, num_shards, num_chunks, num_m, num_n, group_m):
+def departure_order(step, rank, num_shards, num_chunks, num_m, num_n, group_m, span):
     """The next rank's rows first and my own last: in every step the ranks send to different peers."""
-    return _shard_order(step, rank + 1, num_shards, num_chunks, num_m, num_n, group_m)
+    others = (num_shards - 1) * num_chunks
+    return _shard_order(step, rank + 1, num_shards, num_chunks, others, num_m, num_n, group_m, span)
 
 
 @triton.jit
-def twice_order(step, rank, num_shards, num_chunks, num_m, num_n, group_m):
+def twice_order(step, rank, num_shards, num_chunks, num_m, num_n, group_m, span):
     """All tiles to multiply, then all again to be summed."""
     num_tiles = num_shards * num_chunks * num_m * num_n
-    shard, chunk, m, n, _ = _shard_order(step % num_tiles, 0, num_shards, num_chunks, num_m, num_n, group_m)
+    index = step % num_tiles
+    shard, chunk, m, n, _ = _shard_order(index, 0, num_shards, num_chunks, num_chunks, num_m, num_n, group_m, span)
     return shard, chunk, m, n, step // num_tiles
 
 
 @triton.jit
-def slab_order(step, rank, num_shards, num_slabs, num_m, num_n, num_blocks):
+def slab_order(step, rank, num_shards, num_slabs, num_m, num_n, num_blocks, span):
     """Grouped rows that are added up by token: columns in slabs, and a slab's sums while the next one is multiplied.
 
     Of a slab, first the tiles of the list, turn 0. Its sums for the peers, turn 1, come after the next slab's tiles, so
     that nobody waits long for the last of its own; the next rank's tokens come first. The sums for one's own tokens
     come last, since they wait for everybody's. ``num_n`` counts columns of tiles in a slab, ``num_m`` tiles of the
-    list, ``num_blocks`` blocks of tokens in a shard; the ``n`` that is returned counts columns of all slabs.
+    list, ``num_blocks`` blocks of tokens in a shard; the ``n`` that is returned counts columns of all slabs. Tiles wait
+    for nobody's rows, and ``span`` is not asked.
     """
     tiles = num_m * num_n
     block = num_blocks * num_n
@@ -95,11 +104,21 @@ def slab_order(step, rank, num_shards, num_slabs, num_m, num_n, num_blocks):
 
 
 @triton.jit
-def _shard_order(step, first, num_shards, num_chunks, num_m, num_n, group_m):
+def _shard_order(step, first, num_shards, num_chunks, split, num_m, num_n, group_m, span):
+    """Chunks from those of shard ``first`` on, ``span`` at a time; the first ``split`` and the others apart."""
     chunk_tiles = num_m * num_n
-    slab = step // chunk_tiles
-    m, n = grouped(step % chunk_tiles, num_m, num_n, group_m)
-    return (first + slab // num_chunks) % num_shards, slab % num_chunks, m, n, 0
+    index = step
+    begin = step * 0
+    count = begin + split
+    if step >= split * chunk_tiles:
+        index = step - split * chunk_tiles
+        begin += split
+        count = num_shards * num_chunks - split
+    together = index // (span * chunk_tiles) * span
+    height = min(count - together, span) * num_m
+    m, n = grouped(index % (span * chunk_tiles), height, num_n, group_m)
+    chunk = begin + together + m // num_m
+    return (first + chunk // num_chunks) % num_shards, chunk % num_chunks, m % num_m, n, 0
 
 
 @triton.jit

@@ -12,6 +12,11 @@ from tileflux.ops.barrier import barrier as barrier
 from tileflux.ops.barrier import barrier_reference as barrier_reference
 from tileflux.ops.broadcast import broadcast as broadcast
 from tileflux.ops.broadcast import broadcast_reference as broadcast_reference
+from tileflux.ops.ep_combine import ep_combine as ep_combine
+from tileflux.ops.ep_combine import ep_combine_reference as ep_combine_reference
+from tileflux.ops.ep_dispatch import Dispatched as Dispatched
+from tileflux.ops.ep_dispatch import ep_dispatch as ep_dispatch
+from tileflux.ops.ep_dispatch import ep_dispatch_reference as ep_dispatch_reference
 from tileflux.ops.gemm import gemm as gemm
 from tileflux.ops.gemm import gemm_reference as gemm_reference
 from tileflux.ops.gemm_ar import gemm_ar as gemm_ar
@@ -46,7 +51,12 @@ __all__ = [
     "moe_gemm_ar_reference",
     "moe_gemm_rs",
     "moe_gemm_rs_reference",
+    "Dispatched",
     "Routing",
+    "ep_combine",
+    "ep_combine_reference",
+    "ep_dispatch",
+    "ep_dispatch_reference",
     "route",
     "ag_gemm",
     "ag_gemm_reference",

@@ -13,7 +13,7 @@ from tileflux.kernels.operands import Operands
 from tileflux.ops import _dense
 from tileflux.ops.routing import MAX_EXPERTS, Routing
 from tileflux.symm.group import Group
-from tileflux.tune.lookup import lookup
+from tileflux.tune.lookup import grouped_tiles
 
 __all__ = [
     "bias_gradient",
@@ -92,14 +92,7 @@ def check_config(op: str, config: GemmConfig | None, groups: Groups) -> None:
 
 def tiles_for(usual: GemmConfig, given: str, block_m: int, problem: GemmProblem) -> GemmConfig:
     """The configuration asked for; else what the product alone would take with tiles of ``block_m`` rows."""
-    if given or not problem.arch:
-        return dataclasses.replace(usual, block_m=block_m)
-    rows = problem.m if block_m >= 128 else block_m
-    plain = lookup(dataclasses.replace(problem, op="gemm", m=rows, world_size=1, link="")).config
-    return dataclasses.replace(
-        plain, block_m=block_m, hopper=False, streams=False,
-        num_feeders=usual.num_feeders, num_chunks=usual.num_chunks,
-    )  # fmt: skip
+    return dataclasses.replace(usual, block_m=block_m) if given else grouped_tiles(problem, usual, block_m)
 
 
 def routing_arguments(routing: Routing) -> tuple[Any, ...]:

@@ -27,12 +27,11 @@ from tileflux.ops._call import begin, check_sizes, check_tensor
 from tileflux.ops._library import eager_only
 from tileflux.ops.all_gather import all_gather
 from tileflux.symm.group import Group
+from tileflux.tune.lookup import rows_of_tiles
 
-__all__ = ["MAX_EXPERTS", "Routing", "route"]
+__all__ = ["MAX_EXPERTS", "Routing", "check_choices", "raise_if_missing", "readable", "route", "route_gathered"]
 
 MAX_EXPERTS = 1024
-_CPU_BLOCK_M = 512
-_MAX_BLOCK_M, _MIN_BLOCK_M = 128, 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +75,7 @@ class Routing:
     def ensure_fits(self) -> None:
         """Raise ``CapacityExceeded`` if it is known by now that rows were left out. Every op asks before it runs."""
         if self.num_missing is not None:
-            _raise_if_missing(self, self.num_missing)
+            raise_if_missing(self.group, self.capacity, self.num_missing, "rows of a rank's experts")
 
     def synchronize(self) -> None:
         """Wait until it is known whether all rows fit, and raise ``CapacityExceeded`` if not."""
@@ -103,20 +102,55 @@ def route(
     buffers have room for; by default that of the worst case: every choice of every token is for this rank's experts.
     ``block_m``: rows of a tile; by default what an expert fills if all get the same.
     """
-    rows = _check(expert_ids, weights, num_experts, group, ep_size, sizes)
-    top_k, most = expert_ids.shape[1], sum(rows) * expert_ids.shape[1]
+    rows = check_choices("route", expert_ids, weights, num_experts, group, ep_size, sizes)
+    sort = _sorting(group, rows, expert_ids.shape[1], num_experts, ep_size, capacity, block_m)
+    begin("route", group, (rows, sort.top_k, num_experts, ep_size, sort.capacity))
+    sort.load(expert_ids, weights)
+    packed = all_gather(sort.pack(expert_ids, weights), group=group, sizes=rows)
+    return sort.unpack(packed, weights)
+
+
+@eager_only
+def route_gathered(
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    num_experts: int,
+    group: Group,
+    sizes: Sequence[int],
+    ep_size: int = 1,
+    capacity: int | None = None,
+    block_m: int | None = None,
+) -> Routing:
+    """As ``route``, of all ranks' ``expert_ids`` and ``weights [T, k]``, which are here already. Asks nobody."""
+    rows = check_sizes("route", "sizes", sizes, group, total=len(expert_ids))
+    own = slice(sum(rows[: group.rank]), sum(rows[: group.rank + 1]))
+    check_choices("route", expert_ids[own], weights[own], num_experts, group, ep_size, rows)
+    group.ensure_usable()
+    sort = _sorting(group, rows, expert_ids.shape[1], num_experts, ep_size, capacity, block_m)
+    sort.load(expert_ids[own], weights[own])
+    return sort.unpack(sort.pack(expert_ids, weights), weights[own])
+
+
+def _sorting(
+    group: Group,
+    rows: tuple[int, ...],
+    top_k: int,
+    num_experts: int,
+    ep_size: int,
+    capacity: int | None,
+    block_m: int | None,
+) -> _Sorting:
+    """With what the caller leaves open filled in, and what he may not ask for refused."""
+    most = sum(rows) * top_k
     capacity = most if capacity is None else capacity
     if capacity < 0:
         raise ValueError(f"route: capacity={capacity} should not be negative")
     if block_m is None:
-        block_m = _block_m(group, most, num_experts)
+        block_m = rows_of_tiles(most, num_experts, group.device)
     elif not 16 <= block_m <= 1024 or block_m & (block_m - 1):
         raise ValueError(f"route: block_m={block_m} should be a power of two from 16 to 1024")
-    begin("route", group, (rows, top_k, num_experts, ep_size, capacity))
-    sort = _Sorting(group, rows, top_k, num_experts, ep_size, capacity, block_m)
-    sort.load(expert_ids, weights)
-    packed = all_gather(sort.pack(expert_ids, weights), group=group, sizes=rows)
-    return sort.unpack(packed, weights)
+    return _Sorting(group, rows, top_k, num_experts, ep_size, capacity, block_m)
 
 
 @dataclass(frozen=True)
@@ -145,7 +179,7 @@ class _Sorting:
         rows, groups, missing = route_rows(group, packed, self.rows, experts, self.ep_size, capacity, self.block_m)
         return Routing(
             group, self.num_experts, self.top_k, self.ep_size, self.rows, capacity, own_weights, groups.weights, rows,
-            groups, None if missing is None else _for_host(missing),
+            groups, None if missing is None else readable(missing),
         )  # fmt: skip
 
     def load(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -153,22 +187,24 @@ class _Sorting:
         load_route(self.group, self.rows, self.num_experts // self.ep_size, expert_ids, weights)
 
 
-def _for_host(number: torch.Tensor) -> torch.Tensor:
-    """Where the host can read it without waiting; until it is there it reads 0."""
-    if not number.is_cuda:
-        return number
-    pinned = torch.zeros((), dtype=number.dtype, pin_memory=True)
-    pinned.copy_(number, non_blocking=True)
+@eager_only
+def readable(missing: torch.Tensor) -> torch.Tensor:
+    """A number of the device where the host can read it without waiting; until it is there it reads 0."""
+    if not missing.is_cuda:
+        return missing
+    pinned = torch.zeros((), dtype=missing.dtype, pin_memory=True)
+    pinned.copy_(missing, non_blocking=True)
     return pinned
 
 
 @eager_only
-def _raise_if_missing(routing: Routing, num_missing: torch.Tensor) -> None:
-    missing, group = int(num_missing), routing.group
+def raise_if_missing(group: Group, capacity: int, num_missing: torch.Tensor, what: str) -> None:
+    """Raise ``CapacityExceeded`` if it is known by now that some of ``what`` did not fit."""
+    missing = int(num_missing)
     if missing > 0:
         error = CapacityExceeded(
-            f"{missing} of {routing.capacity + missing} rows of a rank's experts did not fit: "
-            f"capacity={routing.capacity} should be at least {routing.capacity + missing}, or left away"
+            f"{missing} of {capacity + missing} {what} did not fit: "
+            f"capacity={capacity} should be at least {capacity + missing}, or left away"
         )
         if group.device.type == "cuda":
             # Ranks get to know at different times: some may have gone on.
@@ -176,7 +212,8 @@ def _raise_if_missing(routing: Routing, num_missing: torch.Tensor) -> None:
         raise error
 
 
-def _check(
+def check_choices(
+    op: str,
     expert_ids: torch.Tensor,
     weights: torch.Tensor,
     num_experts: int,
@@ -184,27 +221,27 @@ def _check(
     ep_size: int,
     sizes: Sequence[int] | None,
 ) -> tuple[int, ...]:
-    """Tokens by rank of a call that is in order."""
-    check_tensor("route", "expert_ids", expert_ids, group)
-    check_tensor("route", "weights", weights, group)
+    """Tokens by rank of a call of ``op`` that is in order."""
+    check_tensor(op, "expert_ids", expert_ids, group)
+    check_tensor(op, "weights", weights, group)
     if expert_ids.dim() != 2 or expert_ids.shape != weights.shape or not expert_ids.shape[1]:
         raise ValueError(
-            f"route: expert_ids {tuple(expert_ids.shape)} and weights {tuple(weights.shape)} should both be "
+            f"{op}: expert_ids {tuple(expert_ids.shape)} and weights {tuple(weights.shape)} should both be "
             "[tokens, k], with one choice or more"
         )
     if expert_ids.dtype not in (torch.int32, torch.int64) or not weights.is_floating_point():
         raise ValueError(
-            f"route: expert_ids should be int32 or int64 and weights floating, not {expert_ids.dtype}, {weights.dtype}"
+            f"{op}: expert_ids should be int32 or int64 and weights floating, not {expert_ids.dtype}, {weights.dtype}"
         )
     if not 1 <= num_experts <= MAX_EXPERTS:
-        raise ValueError(f"route: num_experts={num_experts} should be from 1 to {MAX_EXPERTS}")
+        raise ValueError(f"{op}: num_experts={num_experts} should be from 1 to {MAX_EXPERTS}")
     if ep_size < 1 or group.world_size % ep_size or num_experts % ep_size:
         raise ValueError(
-            f"route: ep_size={ep_size} should divide the {group.world_size} ranks and the {num_experts} experts"
+            f"{op}: ep_size={ep_size} should divide the {group.world_size} ranks and the {num_experts} experts"
         )
-    rows = (len(expert_ids),) * group.world_size if sizes is None else check_sizes("route", "sizes", sizes, group)
+    rows = (len(expert_ids),) * group.world_size if sizes is None else check_sizes(op, "sizes", sizes, group)
     if rows[group.rank] != len(expert_ids):
-        raise ValueError(f"route: expert_ids has {len(expert_ids)} rows but sizes[{group.rank}] is {rows[group.rank]}")
+        raise ValueError(f"{op}: expert_ids has {len(expert_ids)} rows but sizes[{group.rank}] is {rows[group.rank]}")
     return rows
 
 
@@ -212,10 +249,3 @@ def _experts(group: Group, num_experts: int, ep_size: int) -> range:
     count = num_experts // ep_size
     place = group.rank // (group.world_size // ep_size)
     return range(place * count, (place + 1) * count)
-
-
-def _block_m(group: Group, num_rows: int, num_experts: int) -> int:
-    if group.device.type == "cpu":
-        return _CPU_BLOCK_M
-    each = max(1, -(-num_rows // num_experts))
-    return min(_MAX_BLOCK_M, max(_MIN_BLOCK_M, 1 << (each - 1).bit_length()))

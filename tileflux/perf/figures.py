@@ -94,6 +94,11 @@ class CaseResult:
     """Contenders that could not run here, and why."""
     auto: str
     """The strategy that ``auto`` took."""
+    variant: str = ""
+    """What else tells the case from others of its shape: of ops of experts, how many there are and who has them."""
+    route: Timing | None = None
+    """Of ops of experts: making the routing, which is in no contender's time, since both products of a layer share it.
+    """
 
     @property
     def limit(self) -> float:

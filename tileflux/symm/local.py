@@ -153,8 +153,9 @@ def local_transports(world_size: int, device: torch.device) -> list[LocalTranspo
         came_late = torch.cuda.is_initialized()
         if not env.separate_streams() and came_late:
             _log.warning(
-                "CUDA was started before these virtual ranks, with 8 hardware queues for all streams. Ranks whose "
-                "streams share one may wait for each other until the deadline: set CUDA_DEVICE_MAX_CONNECTIONS=32"
+                "CUDA was started before these virtual ranks, with 8 hardware queues for all streams, and kernels "
+                "loaded when they are first launched. Ranks may wait for each other until the deadline: set "
+                "CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER"
             )
     world = _World(world_size, device)
     return [LocalTransport(world, rank) for rank in range(world_size)]

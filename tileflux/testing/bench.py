@@ -10,6 +10,9 @@ from tileflux.perf.figures import summarize
 from tileflux.symm.group import Group
 from tileflux.testing.contenders import Contender, Suite, gemm_suite, group_suite
 from tileflux.testing.ghost_contenders import ghost_suite
+from tileflux.testing.ghost_moe import ghost_moe_suite
+from tileflux.testing.moe_contenders import grouped_suite, moe_suite
+from tileflux.testing.shapes import Mixture
 from tileflux.testing.timing import (
     MAX_ROUNDS,
     MIN_ROUNDS,
@@ -28,7 +31,10 @@ _ROUNDS_BETWEEN = 5  # ranks have to tell each other their times to find out
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One op at one shape: global sizes, as Flux's tests take them (N is divided for ag_gemm, K for the others)."""
+    """One op at one shape: global sizes, as Flux's tests take them.
+
+    N is divided for ag_gemm and moe_ag_gemm, K for the others; of gemm and grouped_gemm, which one rank does, nothing.
+    """
 
     op: str
     m: int
@@ -39,6 +45,13 @@ class BenchCase:
     """Which of ours to time, of ``tune.lookup.STRATEGIES``."""
     num_rounds: int | None
     """None: as many as it takes until medians are steady, see ``testing/timing.py``."""
+    mixture: Mixture | None = None
+    """Of ops of experts; M is then the number of tokens, each of which has several rows."""
+
+    @property
+    def variant(self) -> str:
+        """What else tells it from other cases of its shape."""
+        return "" if self.mixture is None else str(self.mixture)
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,8 @@ class RankTimes:
     problem: str
     """What is wrong with a result; empty if nothing is. Ranks then still go through the rounds together."""
     rounds: dict[str, list[float]]
-    """Seconds per round by name: ``gemm``, ``comm``, ``beside``, then the contenders of ``perf.figures.CaseResult``."""
+    """Seconds per round by name: the parts ``gemm``, ``comm``, ``beside`` and, of ops of experts, ``route``, and the
+    contenders of ``perf.figures.CaseResult``."""
     skipped: dict[str, str]
     auto: str
 
@@ -103,8 +117,18 @@ def make_suite(group: Group, case: BenchCase) -> Suite:
     """What is compared in this world."""
     if case.op == "gemm":
         return gemm_suite(group.device, case.m, case.n, case.k, case.dtype)
+    if case.mixture is not None:
+        return _make_moe_suite(group, case, case.mixture)
     make = ghost_suite if group.transport == "ghost" else group_suite
     return make(group, case.op, (case.m, case.n, case.k), case.dtype, case.strategies)
+
+
+def _make_moe_suite(group: Group, case: BenchCase, mixture: Mixture) -> Suite:
+    shape = (case.m, case.n, case.k)
+    if case.op == "grouped_gemm":
+        return grouped_suite(group, shape, mixture, case.dtype)
+    make = ghost_moe_suite if group.transport == "ghost" else moe_suite
+    return make(group, case.op, shape, mixture, case.dtype, case.strategies)
 
 
 def check_suite(group: Group, suite: Suite) -> str:

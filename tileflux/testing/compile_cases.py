@@ -7,6 +7,7 @@ unrolls its ranks, so 8 is also where it would spill first.
 from __future__ import annotations
 
 from tileflux.config import CommConfig
+from tileflux.kernels.gather import BLOCK as GATHERED
 from tileflux.kernels.launch import BLOCK, MAX_REGISTERS, NUM_WARPS
 from tileflux.testing.compile_gate import CompileCase, Imported
 from tileflux.testing.gemm_cases import GEMM_CASES
@@ -40,6 +41,35 @@ def _reduce(world_size: int, element: str) -> CompileCase:
         kernel="tileflux.kernels.reduce:_reduce_kernel",
         signature=_SIGNATURE,
         constexprs={"ELEMENT": Imported(f"triton.language:{element}"), **_constexprs(world_size)},
+        options=_OPTIONS,
+        waits=True,
+        signals=True,
+    )
+
+
+_ROWS = {"table_ptr": "*i64", "boxes_ptr": "*i64", "guard_ptr": "*i64", "op": "i32"}
+
+
+def _spread(world_size: int) -> CompileCase:
+    addresses = ("x", "notes", "sent", "out", "out_notes", "arrived", "received")
+    return CompileCase(
+        name=f"spread, {world_size} ranks",
+        kernel="tileflux.kernels.spread:_spread_kernel",
+        signature=dict.fromkeys(addresses, "i64") | _ROWS | {"capacity": "i32"},
+        constexprs=_constexprs(world_size),
+        options=_OPTIONS,
+        waits=True,
+        signals=True,
+    )
+
+
+def _gather(world_size: int, element: str) -> CompileCase:
+    addresses = ("rows", "positions", "weights", "sent", "arrived", "out")
+    return CompileCase(
+        name=f"gather {element}, {world_size} ranks",
+        kernel="tileflux.kernels.gather:_gather_kernel",
+        signature=dict.fromkeys(addresses, "i64") | _ROWS | {"top_k": "i32"},
+        constexprs={"ELEMENT": Imported(f"triton.language:{element}"), **_constexprs(world_size), "BLOCK": GATHERED},
         options=_OPTIONS,
         waits=True,
         signals=True,
@@ -101,6 +131,8 @@ CASES: tuple[CompileCase, ...] = (
     _move(8),
     _reduce(2, "float32"),
     *(_reduce(8, element) for element in ("float32", "float16", "bfloat16")),
+    _spread(8),
+    *(_gather(8, element) for element in ("float32", "float16", "bfloat16")),
     *_STEPS,
     *_SMALL,
     *GEMM_CASES,

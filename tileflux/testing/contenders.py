@@ -17,7 +17,7 @@ from tileflux.symm.group import Group
 from tileflux.testing.numerics import assert_close
 from tileflux.tune.lookup import Choice, lookup, problem_for
 
-__all__ = ["Contender", "Suite", "draw", "gemm_suite", "group_suite", "product"]
+__all__ = ["Contender", "Suite", "Task", "draw", "gemm_suite", "group_suite", "product"]
 
 Shape = tuple[int, int, int]
 
@@ -37,7 +37,7 @@ class Suite:
     """Everything that is timed for one shape on one rank."""
 
     parts: dict[str, Callable[[], object]]
-    """``gemm``, ``comm`` and ``beside``."""
+    """``gemm``, ``comm`` and ``beside``; of ops of experts ``route``, which is not in any contender's time."""
     contenders: list[Contender]
     poison: Callable[[], object]
     """Fills the results with what no right result contains."""
@@ -98,7 +98,7 @@ def group_suite(group: Group, op: str, shape: Shape, dtype: str, strategies: tup
     return suite
 
 
-class _Task(abc.ABC):
+class Task(abc.ABC):
     """One op on one rank: its tensors, its baselines, and what the result must be."""
 
     x: torch.Tensor
@@ -189,7 +189,7 @@ class _Task(abc.ABC):
         current.wait_stream(self._side)
 
 
-class _Gather(_Task):
+class _Gather(Task):
     def __init__(self, group: Group, op: str, shape: Shape, dtype: torch.dtype) -> None:
         super().__init__(group, op, shape, dtype)
         (m, n, k), device, rank = shape, group.device, group.rank
@@ -222,7 +222,7 @@ class _Gather(_Task):
         self.torch_out = fused_all_gather_matmul(self.x, self.weight.t())
 
 
-class _Scatter(_Task):
+class _Scatter(Task):
     def __init__(self, group: Group, op: str, shape: Shape, dtype: torch.dtype) -> None:
         super().__init__(group, op, shape, dtype)
         (m, n, k), device, rank = shape, group.device, group.rank
@@ -267,4 +267,4 @@ class _Scatter(_Task):
         self.torch_out = fused_matmul_reduce_scatter(self.x, self.weight.t())
 
 
-_TASKS: dict[str, type[_Task]] = {"ag_gemm": _Gather, "gemm_rs": _Scatter, "gemm_ar": _Scatter}
+_TASKS: dict[str, type[Task]] = {"ag_gemm": _Gather, "gemm_rs": _Scatter, "gemm_ar": _Scatter}

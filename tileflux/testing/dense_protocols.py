@@ -34,8 +34,8 @@ TALL = replace(TILES, block_m=512, num_chunks=2)
 """For shards of more than 256 rows, which is what a chunk holds at least; a tile is cut off at the end of its chunk."""
 
 
-FEW = replace(TILES, num_sms=3, num_feeders=1)
-"""For calls with several tiles to a program."""
+FEW = replace(TILES, num_sms=3, num_feeders=1, span=2)
+"""For calls with several tiles to a program; those of two ranks are computed side by side."""
 
 
 @dataclass(frozen=True)

@@ -25,20 +25,33 @@ from tileflux.testing.ghost import Ghosts
 from tileflux.testing.numerics import assert_close
 from tileflux.tune.lookup import Choice, lookup, problem_for
 
-__all__ = ["GhostGather", "GhostScatter", "GhostTask", "ghost_suite", "ghost_task", "ghosts_of"]
+__all__ = [
+    "GhostGather",
+    "GhostGathering",
+    "GhostScatter",
+    "GhostTask",
+    "ghost_suite",
+    "ghost_task",
+    "ghosts_of",
+    "suite_of",
+]
 
 _NO_MAILBOX = "ghosts do not play the mailboxes of our collectives; the baseline is the same with copy engines"
 
 
 def ghost_suite(group: Group, op: str, shape: Shape, dtype: str, strategies: tuple[str, ...]) -> Suite:
     """A dense op by the real rank of a ghost world."""
-    task = ghost_task(group, op, shape, getattr(torch, dtype))
+    return suite_of(ghost_task(group, op, shape, getattr(torch, dtype)), strategies)
+
+
+def suite_of(task: GhostTask, strategies: tuple[str, ...]) -> Suite:
+    """What is compared of a task."""
     parts: dict[str, Callable[[], object]] = {
         "gemm": task.multiply, "comm": task.communicate, "beside": task.beside
     }  # fmt: skip
     contenders = [
-        Contender("sequential", task.sequential, task.check),
-        Contender("pipelined", task.pipelined, task.check),
+        Contender("sequential", task.sequential, task.check_sequential),
+        Contender("pipelined", task.pipelined, task.check_pipelined),
     ]
     suite = Suite(parts, contenders, task.poison, task.choice.strategy, task.choice.config.block_m)
     suite.skipped["torch"] = "torch's fused ops need real ranks"
@@ -146,7 +159,7 @@ class GhostTask(abc.ABC):
 
     def checker(self, strategy: str) -> Callable[[], None]:
         """What tells whether the last call of such a caller was right; ours also by what the ghosts have got."""
-        return self.check if self.resolve(strategy, None)[0] == "sequential" else self.check_ours
+        return self.check_sequential if self.resolve(strategy, None)[0] == "sequential" else self.check_ours
 
     @abc.abstractmethod
     def play(self, strategy: str, config: GemmConfig, asked: dict[str, Any]) -> Callable[[], None]:
@@ -168,6 +181,14 @@ class GhostTask(abc.ABC):
         """Compare the last result with what it must be."""
         assert_close(self.out, self.expected, reduction=self.shape[2], what=self.op)
 
+    def check_sequential(self) -> None:
+        """The same of a baseline."""
+        self.check()
+
+    def check_pipelined(self) -> None:
+        """The same."""
+        self.check()
+
     def check_ours(self) -> None:
         """The same, and what the ghosts have got."""
         self.check()
@@ -182,26 +203,18 @@ class GhostTask(abc.ABC):
         """Compare what has reached the ghosts."""
 
 
-class GhostGather(GhostTask):
-    """``ag_gemm``."""
+class GhostGathering(GhostTask):
+    """Rows of all ranks come in, and this rank's go out to everybody."""
 
-    def __init__(self, group: Group, op: str, shape: Shape, dtype: torch.dtype) -> None:
-        super().__init__(group, op, shape, dtype)
-        m, n, k = shape
-        everything = draw(1, (m, k), dtype, self.device)
-        self.weight = draw(2, (split_rows(n, self.world_size)[self.rank], k), dtype, self.device)
-        self.x = everything[self.place(self.rank)].clone()
-        self.expected = product(everything, self.weight)
-        self.ghost_rows = torch.empty(m, k, dtype=dtype, pin_memory=True).copy_(everything)
+    def bring(self, everything: torch.Tensor) -> None:
+        """``[M, K]``: what ranks have together, of which ghosts send theirs."""
+        own = self.place(self.rank)
+        self.x = everything[own].clone()
+        self.ghost_rows = torch.empty(everything.shape, dtype=self.dtype, pin_memory=True).copy_(everything)
         self.gathered = torch.zeros_like(everything)
         # Where one's own rows lie in the gathered ones they are before the call, as a layer's output could be.
-        self.gathered[self.place(self.rank)] = self.x
-        self._outbox = [torch.empty(self.x.shape, dtype=dtype, pin_memory=True) for _ in self.rows]
-        self.out = torch.empty(m, len(self.weight), dtype=dtype, device=self.device)
-        self.choice = self.choose()
-
-    def multiply(self) -> None:
-        torch.mm(self.gathered, self.weight.t(), out=self.out)
+        self.gathered[own] = self.x
+        self._outbox = [torch.empty(self.x.shape, dtype=self.dtype, pin_memory=True) for _ in self.rows]
 
     def copies(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
         pairs = []
@@ -210,6 +223,32 @@ class GhostGather(GhostTask):
             place = self.place(source)
             pairs.append((self.gathered[place], self.ghost_rows[place], self._outbox[peer], self.x))
         return pairs
+
+    def departed(self, peer: int) -> torch.Tensor:
+        assert self.here is not None
+        return self.here.rows_at(peer, self.dtype, self.shape[2])[self.place(self.rank)]
+
+    def check_departed(self) -> None:
+        for peer in self.peers:
+            received = self.departed(peer).to(self.device)
+            assert torch.equal(received, self.x), f"rank {peer} did not get this rank's rows"
+
+
+class GhostGather(GhostGathering):
+    """``ag_gemm``."""
+
+    def __init__(self, group: Group, op: str, shape: Shape, dtype: torch.dtype) -> None:
+        super().__init__(group, op, shape, dtype)
+        m, n, k = shape
+        everything = draw(1, (m, k), dtype, self.device)
+        self.bring(everything)
+        self.weight = draw(2, (split_rows(n, self.world_size)[self.rank], k), dtype, self.device)
+        self.expected = product(everything, self.weight)
+        self.out = torch.empty(m, len(self.weight), dtype=dtype, device=self.device)
+        self.choice = self.choose()
+
+    def multiply(self) -> None:
+        torch.mm(self.gathered, self.weight.t(), out=self.out)
 
     def sequential(self) -> None:
         self.communicate()
@@ -256,15 +295,6 @@ class GhostGather(GhostTask):
         for count in sorted({len(rows) for rows in chunks if rows}):
             torch.mm(self.gathered[:count], self.weight.t(), out=self.out[:count])
         self.group.synchronize()
-
-    def departed(self, peer: int) -> torch.Tensor:
-        assert self.here is not None
-        return self.here.rows_at(peer, self.dtype, self.shape[2])[self.place(self.rank)]
-
-    def check_departed(self) -> None:
-        for peer in self.peers:
-            received = self.departed(peer).to(self.device)
-            assert torch.equal(received, self.x), f"rank {peer} did not get this rank's rows"
 
 
 class GhostScatter(GhostTask):

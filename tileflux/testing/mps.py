@@ -37,8 +37,9 @@ class MpsDaemon:
     def client_variables(self, sm_share: int) -> dict[str, str | None]:
         """Environment of a process that should use this daemon and see ``sm_share`` percent of the SMs."""
         # Hardware queues come out of one stock for all clients: more than the default, and contexts run out of memory.
-        queues = {"CUDA_DEVICE_MAX_CONNECTIONS": None}
-        return self._variables() | queues | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(sm_share)}
+        # And what is meant for virtual ranks only makes them start late: no kernel of theirs loads beside another's.
+        usual = {"CUDA_DEVICE_MAX_CONNECTIONS": None, "CUDA_MODULE_LOADING": None}
+        return self._variables() | usual | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(sm_share)}
 
     def __enter__(self) -> MpsDaemon:
         if shutil.which(_CONTROL) is None:

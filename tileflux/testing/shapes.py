@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["GEMM_SHAPES", "MESSAGE_SHAPES", "MODEL_SHAPES", "GemmShape", "MessageShape", "ModelShape"]
+__all__ = [
+    "GEMM_SHAPES",
+    "MESSAGE_SHAPES",
+    "MODEL_SHAPES",
+    "MOE_SHAPES",
+    "GemmShape",
+    "MessageShape",
+    "Mixture",
+    "ModelShape",
+    "MoeShape",
+]
 
 
 class MessageShape(NamedTuple):
@@ -114,3 +125,67 @@ MODEL_SHAPES: Mapping[str, tuple[ModelShape, ...]] = {
     ),
 }  # fmt: skip
 """Layers of known models by the name of a set, for ``tileflux bench --shapes``: far too large for tests on a CPU."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Of an op of experts: how many there are, how tokens choose among them, and which ranks have them."""
+
+    num_experts: int
+    top_k: int
+    """Experts that every token chooses."""
+    ep_size: int = 1
+    """Sets of experts; the ranks that share a set divide each of its experts among them."""
+    routing: str = "uniform"
+    """Of ``testing.moe.ROUTING_KINDS``."""
+    is_picked: bool = False
+    """Of ``grouped_gemm``: rows are not sorted yet, and picked from tokens."""
+
+    def __str__(self) -> str:
+        parts = [f"E={self.num_experts}", f"top={self.top_k}"]
+        parts += [f"EP={self.ep_size}"] if self.ep_size > 1 else []
+        parts += [self.routing] if self.routing != "uniform" else []
+        return " ".join([*parts, *(["picked"] if self.is_picked else [])])
+
+
+class MoeShape(NamedTuple):
+    """A layer of experts as benchmarks name it, before ranks divide it."""
+
+    name: str
+    m: int
+    """Tokens of all ranks."""
+    hidden: int
+    """Width of a token."""
+    ffn: int
+    """Width of a row between the two products of an expert."""
+    num_experts: int
+    top_k: int
+    why: str
+
+    def sizes(self, op: str) -> tuple[tuple[int, int, int], ...]:
+        """M, N and K as ``op`` has them: of the product into the experts, of that out of them, or of both."""
+        into, out_of = (self.m, self.ffn, self.hidden), (self.m, self.hidden, self.ffn)
+        return {"moe_ag_gemm": (into,), "moe_gemm_rs": (out_of,), "grouped_gemm": (into, out_of)}.get(op, ())
+
+
+_COMET = tuple(
+    MoeShape(f"comet_e{num_experts}", 8192, 8192, 8192, num_experts, top_k, "a layer that COMET is measured with, TP 8")
+    for num_experts, top_k in ((32, 4), (8, 2))
+)
+_MIXTRAL = tuple(
+    MoeShape("mixtral_8x7b", m, 4096, 14336, 8, 2, "few experts, wide ones") for m in (2048, 4096, 8192, 16384)
+)
+_QWEN = tuple(
+    MoeShape("qwen2_57b_a14b", m, 3584, 2560, 64, 8, "many narrow experts: few rows for each, and little to multiply")
+    for m in (2048, 4096, 8192, 16384)
+)
+_PHI = tuple(MoeShape("phi_3.5_moe", m, 4096, 6400, 16, 2, "between the two") for m in (2048, 4096, 8192, 16384))
+
+MOE_SHAPES: Mapping[str, tuple[MoeShape, ...]] = {
+    "comet": _COMET,
+    "mixtral": _MIXTRAL,
+    "qwen-moe": _QWEN,
+    "phi-moe": _PHI,
+    "moe": (*_COMET, *_MIXTRAL, *_QWEN, *_PHI),
+}
+"""Layers of experts by the name of a set, as ``MODEL_SHAPES``; ``moe`` is all of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from tileflux.testing.timing import Stopwatch, agree_max, meet
 from tileflux.tune.lookup import lookup, problem_for
 from tileflux.tune.search import Candidate, Outcome, as_candidate, candidates, refinements, search
 
-__all__ = ["Tuned", "tune"]
+__all__ = ["Journal", "Tuned", "tune"]
 
 _RIGHT, _UNFIT, _WRONG = 0.0, 1.0, 2.0
 _COMPILING_SHARE = 0.5  # of the budget; what is not compiled by then, launches compile as far as there is time
@@ -45,15 +46,49 @@ class Tuned:
     """Candidates with wrong results, and what is wrong with them. They are not timed, and cannot win."""
 
 
-def tune(group: Group, cases: Sequence[BenchCase], budget_s: float, num_jobs: int, ticks: Path | None) -> list[Tuned]:
+@dataclass(frozen=True)
+class Journal:
+    """How far a search is, and what it has found, in a folder: for who watches, and for when it is interrupted."""
+
+    folder: Path
+
+    def tick(self, mark: bytes) -> None:
+        """A dot for a candidate, a line for a shape."""
+        with (self.folder / "ticks").open("ab") as file:
+            file.write(mark)
+
+    def ticks(self) -> str:
+        """All so far."""
+        file = self.folder / "ticks"
+        return file.read_text() if file.exists() else ""
+
+    def note(self, index: int, tuned: Tuned) -> None:
+        """A shape is done."""
+        whole = self.folder / f"{index}.part"
+        whole.write_bytes(pickle.dumps(tuned))
+        whole.rename(self.folder / f"{index}.found")  # there entirely or not at all
+        self.tick(b"\n")
+
+    def found(self) -> dict[int, Tuned]:
+        """The shapes that are done, by their place among the cases."""
+        return {int(file.stem): pickle.loads(file.read_bytes()) for file in sorted(self.folder.glob("*.found"))}
+
+
+def tune(
+    group: Group, cases: Sequence[BenchCase], budget_s: float, num_jobs: int, journal: Journal | None = None
+) -> list[Tuned]:
     """Search each shape, for ``budget_s`` each, with ``num_jobs`` processes of all ranks together that compile.
 
-    Rank 0 adds to ``ticks``: a dot for a candidate, a line for a shape.
+    Rank 0 keeps the journal.
     """
     # The largest first: symmetric memory that grows is memory that stays.
     order = sorted(range(len(cases)), key=lambda index: -cases[index].m * (cases[index].n + cases[index].k))
     with Compilers(max(1, num_jobs // _num_ranks(group)) if num_jobs > 1 else 0) as compilers:
-        found = {index: _tune(group, cases[index], budget_s, compilers, ticks) for index in order}
+        found = {}
+        for index in order:
+            found[index] = _tune(group, cases[index], budget_s, compilers, journal)
+            if journal is not None and group.rank == 0:
+                journal.note(index, found[index])
     return [found[index] for index in range(len(cases))]
 
 
@@ -61,15 +96,14 @@ def _num_ranks(group: Group) -> int:
     return 1 if group.transport == "ghost" else group.world_size
 
 
-def _tune(group: Group, case: BenchCase, budget_s: float, compilers: Compilers, ticks: Path | None) -> Tuned:
+def _tune(group: Group, case: BenchCase, budget_s: float, compilers: Compilers, journal: Journal | None) -> Tuned:
     start = time.monotonic()
     problem = _problem(group, case)
     before = as_candidate(lookup(problem))
 
     def tick(mark: bytes) -> None:
-        if ticks is not None and group.rank == 0:
-            with ticks.open("ab") as file:
-                file.write(mark)
+        if journal is not None and group.rank == 0:
+            journal.tick(mark)
 
     def compile_ahead(tried: list[Candidate], limit_s: float) -> list[Candidate]:
         # Every rank its part: who waited for another that compiles all might do so for longer than a wait may last.
@@ -84,7 +118,6 @@ def _tune(group: Group, case: BenchCase, budget_s: float, compilers: Compilers, 
         budget_s=max(0.0, budget_s - spent), keep=(before,),
         refine=lambda best: compile_ahead(refinements(problem, best), _COMPILING_SHARE * budget_s),
     )  # fmt: skip
-    tick(b"\n")
     return Tuned(problem, before, outcome, tuple(trial.wrong))
 
 

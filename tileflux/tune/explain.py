@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 
-from tileflux.config import GemmConfig
+from tileflux.config import GemmConfig, GemmProblem
 from tileflux.symm.group import Group
-from tileflux.tune.lookup import lookup, problem_for
+from tileflux.tune.lookup import Choice, grouped_tiles, lookup, problem_for, rows_of_tiles
 
 __all__ = ["Explanation", "explain"]
 
-OPS = ("ag_gemm", "gemm_ar", "gemm_rs")
+OPS = ("ag_gemm", "gemm_ar", "gemm_rs", "moe_ag_gemm", "moe_gemm_rs")
+_WITH_EXPERTS = ("moe_ag_gemm", "moe_gemm_rs")
+_NUM_SLABS = 4  # as moe_gemm_rs cuts columns
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,41 @@ def explain(
     dtype: torch.dtype = torch.bfloat16,
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
+    num_experts: int | None = None,
+    top_k: int | None = None,
 ) -> Explanation:
-    """What ``op`` would do with ``m`` rows in all, and ``n`` columns and a depth of ``k`` on this rank."""
+    """What ``op`` would do with ``m`` rows in all, and ``n`` columns and a depth of ``k`` on this rank.
+
+    Of ops of experts ``m`` is the number of all ranks' tokens, each of which chooses ``top_k`` of ``num_experts``.
+    """
     if op not in OPS:
         raise ValueError(f"explain: op={op!r} is not one of {', '.join(OPS)}")
     if min(m, n, k) < 0:
         raise ValueError(f"explain: m={m}, n={n} and k={k} should be at least 0")
-    choice = lookup(problem_for(op, m, n, k, dtype, group.device, group, activation))
+    _check_experts(op, num_experts, top_k)
+    problem = problem_for(op, m, n, k, dtype, group.device, group, activation)
+    choice = lookup(problem)
+    config = choice.config
+    if num_experts and top_k:
+        config = _grouped(problem, choice, rows_of_tiles(m * top_k, num_experts, group.device))
     itemsize = (out_dtype or (dtype if dtype.itemsize > 1 else torch.bfloat16)).itemsize
     nbytes = _symmetric_bytes(op, choice.strategy, choice.algorithm, (m, n, k), group.world_size, dtype, itemsize)
-    return Explanation(op, choice.strategy, choice.algorithm, choice.reason, choice.config, nbytes)
+    return Explanation(op, choice.strategy, choice.algorithm, choice.reason, config, nbytes)
+
+
+def _check_experts(op: str, num_experts: int | None, top_k: int | None) -> None:
+    if op not in _WITH_EXPERTS:
+        if num_experts is not None or top_k is not None:
+            raise ValueError(f"explain: {op} has no experts; leave num_experts and top_k away")
+    elif num_experts is None or top_k is None or min(num_experts, top_k) < 1:
+        raise ValueError(
+            f"explain: what {op} does depends on num_experts and top_k, both at least 1, not {num_experts} and {top_k}"
+        )
+
+
+def _grouped(problem: GemmProblem, choice: Choice, block_m: int) -> GemmConfig:
+    config = grouped_tiles(problem, choice.config, block_m)
+    return dataclasses.replace(config, num_chunks=_NUM_SLABS) if problem.op == "moe_gemm_rs" else config
 
 
 def _symmetric_bytes(
@@ -71,7 +99,7 @@ def _symmetric_bytes(
     m, n, k = shape
     if strategy == "sequential" or world_size == 1:
         return 0
-    if op == "ag_gemm":
+    if op in ("ag_gemm", "moe_ag_gemm"):
         return m * k * dtype.itemsize
     if algorithm == "one_shot":
         return 2 * world_size * m * n * itemsize

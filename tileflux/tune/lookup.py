@@ -21,7 +21,19 @@ from tileflux.config import GemmConfig, GemmProblem
 from tileflux.symm.group import Group
 from tileflux.tune import store
 
-__all__ = ["HEAVY", "ITEMSIZE", "STRATEGIES", "Choice", "forget", "lookup", "num_readings", "problem_for", "rule"]
+__all__ = [
+    "HEAVY",
+    "ITEMSIZE",
+    "STRATEGIES",
+    "Choice",
+    "forget",
+    "grouped_tiles",
+    "lookup",
+    "num_readings",
+    "problem_for",
+    "rows_of_tiles",
+    "rule",
+]
 
 HEAVY = ("gelu", "swiglu")
 """Activations that need registers of their own, so that tiles must be smaller."""
@@ -31,6 +43,11 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "floa
 _ONE_SHOT_BYTES = 512 * 1024  # what one rank may take in at once before two steps, with fewer bytes, are quicker
 _GATHERS = ("ag_gemm", "moe_ag_gemm")
 _num_readings = 0
+_TILE_SPEEDS = {(128, 256): 1.0, (128, 128): 0.94, (64, 128): 0.8}
+"""How quickly an SM multiplies with them, docs/measured.md; in the order in which they are preferred."""
+_FLOPS_PER_SM = 5.3e12  # in 16 bits, on Hopper
+_LINK_BYTES_PER_S = {"network": 45e9, "PCIe": 50e9, "NVLink": 400e9}  # of a GPU, in one direction
+_FAST = 2e12  # within a GPU
 _LINKS = ("network", "PCIe", "NVLink", "same GPU", "shared memory", "same process")  # from slow to quick
 
 
@@ -122,6 +139,26 @@ def problem_for(
     return GemmProblem(op, m, n, k, world_size, kind, is_heavy, arch, num_sms, link, gpu)
 
 
+def rows_of_tiles(num_rows: int, num_experts: int, device: torch.device) -> int:
+    """Of rows that are grouped by expert: as many as an expert fills, if all have the same."""
+    if device.type == "cpu":
+        return 512
+    each = max(1, -(-num_rows // num_experts))
+    return min(128, max(16, 1 << (each - 1).bit_length()))
+
+
+def grouped_tiles(problem: GemmProblem, usual: GemmConfig, block_m: int) -> GemmConfig:
+    """Of an op of experts that would take ``usual``: what the product alone would, with tiles of ``block_m`` rows."""
+    if not problem.arch:
+        return dataclasses.replace(usual, block_m=block_m)
+    rows = problem.m if block_m >= 128 else block_m
+    plain = lookup(dataclasses.replace(problem, op="gemm", m=rows, world_size=1, link="")).config
+    return dataclasses.replace(
+        plain, block_m=block_m, hopper=False, streams=False,
+        num_feeders=usual.num_feeders, num_chunks=usual.num_chunks,
+    )  # fmt: skip
+
+
 @functools.cache
 def _gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
@@ -171,9 +208,37 @@ def _tiles(problem: GemmProblem) -> GemmConfig:
     block_k = 64 if itemsize == 2 else 128
     if problem.arch < 90:
         return GemmConfig(min(block_m, 64) if problem.is_heavy else block_m, 128, block_k // 2, num_feeders=feeders)
-    wide = block_m == 128 and itemsize == 2 and not problem.is_heavy and problem.n >= 2048
-    if wide and -(-problem.m // 128) * -(-problem.n // 256) >= problem.num_sms:
-        return GemmConfig(128, 256, block_k, num_warps=8, num_stages=4, num_feeders=feeders)
+    if block_m == 128 and itemsize == 2 and not problem.is_heavy and problem.n >= 2048:
+        block_m, block_n = _large_tile(problem)
+        num_warps = 4 if (block_m, block_n) == (64, 128) else 8
+        return GemmConfig(block_m, block_n, block_k, num_warps=num_warps, num_stages=4, num_feeders=feeders)
     num_warps = 8 if block_m == 128 else 4
     num_stages = 4 if itemsize == 2 and not problem.is_heavy else 3
     return GemmConfig(block_m, 128, block_k, num_warps=num_warps, num_stages=num_stages, num_feeders=feeders)
+
+
+def _large_tile(problem: GemmProblem) -> tuple[int, int]:
+    """The tile that is expected to end first, by how many waves of them there are on the SMs.
+
+    Where an all-gather takes longer than its product that is not the whole of it but what the last rows leave to do;
+    one tile of 128 x 256 then is as long as several chunks' rows. Of the other ops ranks may differ in K, and must not
+    in their tiles: how long communication takes beside the product is not asked.
+    """
+    shapes = {tile: speed for tile, speed in _TILE_SPEEDS.items() if tile[0] == 128}
+    rows = problem.m
+    if problem.op in _GATHERS and problem.k and _comm_over_gemm(problem) > 1:
+        shapes, rows = _TILE_SPEEDS, problem.rows_per_rank
+    num_sms = max(1, problem.num_sms)
+
+    def duration(tile: tuple[int, int]) -> float:
+        num_tiles = -(-rows // tile[0]) * -(-problem.n // tile[1])
+        return -(-num_tiles // num_sms) * tile[0] * tile[1] / shapes[tile]
+
+    return min(shapes, key=duration)
+
+
+def _comm_over_gemm(problem: GemmProblem) -> float:
+    """How long gathering takes, in times of the product. A rough estimate."""
+    gathered = problem.m * problem.k * ITEMSIZE[problem.dtype] * (1 - 1 / problem.world_size)
+    product_s = 2 * problem.m * problem.n * problem.k / (max(1, problem.num_sms) * _FLOPS_PER_SM)
+    return gathered / _LINK_BYTES_PER_S.get(problem.link, _FAST) / product_s
