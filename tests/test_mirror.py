@@ -20,6 +20,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "symm/base.py": "abstract; its data classes are in test_host_copy.py and test_workspace.py",
     "testing/gemm_cases.py": "part of the cases that test_compile_cases.py of tests/testing compiles and judges",
     "testing/hopper_cases.py": "as gemm_cases.py",
+    "testing/index_cases.py": "as gemm_cases.py",
 }
 """Modules without a test file of their own: path below ``tileflux/`` to the reason."""
 

@@ -236,3 +236,15 @@ def test_only_virtual_ranks_on_a_gpu_launch_under_the_lock() -> None:
             with loading.launching(group):  # type: ignore[arg-type]
                 assert is_held() == held, "a launch within a launch"
         assert not is_held()
+
+
+def test_a_launch_of_nobody_in_particular_keeps_out_of_loads_on_a_gpu() -> None:
+    assert loading.launching_on(GPU) is loading.lock
+    with loading.launching_on(torch.device("cpu")):  # the simulator switches ranks in the middle of a launch
+        other = threading.Thread(
+            target=lambda: taken.append(loading.lock.acquire(timeout=1) and not loading.lock.release())
+        )
+        taken: list[bool] = []
+        other.start()
+        other.join()
+    assert taken == [True]

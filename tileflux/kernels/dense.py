@@ -106,8 +106,8 @@ def run_combine(group: Group, operands: Operands, rows: tuple[int, ...], strateg
     products = _own_part(operands, groups.capacity)
     add_up = partial(sum_choices, products.out, groups.positions, groups.weights, out.dtype)
     if group.stream is not None:
-        # Torch has other kernels for other shapes: those of this call, of what is in memory already.
-        load_once(group.device, (COMBINE.name, out.dtype, products.out.shape, groups.positions.shape), add_up, group)
+        # Of what is in memory already. Whether columns are whole units of 16 bytes makes another kernel of it.
+        load_once(group.device, (COMBINE.name, out.dtype, operands.num_columns % 8 == 0), add_up, group)
     multiply(group, products, config, load_only=True)
     multiply(group, products, config)
     sums = add_up()

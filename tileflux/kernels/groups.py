@@ -1,7 +1,8 @@
 """Rows by expert: how the rows of a grouped product are sorted, and cut into tiles, on the device.
 
 Nothing here is known to the host but sizes: who goes where stays on the device, so that a CUDA graph may be replayed
-with other routings. Everything is made of torch's own functions with results of fixed sizes; nothing synchronises.
+with other routings. On a GPU it is the work of kernels (``index.py``, ``lists.py``, ``choices.py``). What is here in
+torch's own functions, with results of fixed sizes, is what the host does, and what tests compare the kernels with.
 
 A *slot* is one choice of one token: token ``t``'s choice ``j`` is slot ``t * top_k + j``. Sorted rows are slots, in the
 order of experts, and within an expert in that in which tokens arrive: this rank's own first, then those of the next
@@ -17,8 +18,25 @@ from dataclasses import dataclass
 import torch
 
 from tileflux.config import GROUPS
+from tileflux.kernels.choices import SUMMED, launch_choices
+from tileflux.kernels.index import launch_route
+from tileflux.kernels.launch import on_host
+from tileflux.kernels.lists import launch_cut, launch_stage
+from tileflux.symm.group import Group
 
-__all__ = ["Groups", "SortedRows", "cut_tiles", "max_tiles", "sort_rows", "sources_of", "sum_choices"]
+__all__ = [
+    "Groups",
+    "SortedRows",
+    "cut_counts",
+    "cut_tiles",
+    "max_tiles",
+    "num_missing",
+    "offsets_of",
+    "route_rows",
+    "sort_rows",
+    "sources_of",
+    "sum_choices",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,11 +51,13 @@ class SortedRows:
     """``[num_experts * num_stages + 1]``: where the rows of an expert that arrive at a stage begin; then the end."""
     num_experts: int
     num_stages: int
+    own_offsets: torch.Tensor | None = None
+    """``offsets``, where somebody has stored them beside each other."""
 
     @property
     def offsets(self) -> torch.Tensor:
         """``[num_experts + 1]``: where each expert's rows begin; then the end."""
-        return self.starts[:: self.num_stages]
+        return self.starts[:: self.num_stages] if self.own_offsets is None else self.own_offsets
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +104,8 @@ class Groups:
 
     def of_stage(self, stage: int) -> Groups:
         """Those tiles alone whose last rows arrive at ``stage``."""
+        if _by_kernels(self.index):
+            return dataclasses.replace(self, index=launch_stage(self.index, self.max_tiles, stage))
         header, rest = self.index[: GROUPS.tiles].clone(), self.index[GROUPS.tiles :]
         tiles = rest[: GROUPS.tile_words * self.max_tiles].view(-1, GROUPS.tile_words)
         is_wanted = tiles[:, GROUPS.stage] == stage
@@ -92,6 +114,65 @@ class Groups:
         wanted = tiles[torch.sort((~is_wanted).to(torch.int32), stable=True).indices]
         index = torch.cat((header, wanted.reshape(-1), rest[GROUPS.tile_words * self.max_tiles :]))
         return dataclasses.replace(self, index=index)
+
+
+def route_rows(
+    group: Group,
+    packed: torch.Tensor,
+    sizes: tuple[int, ...],
+    experts: range,
+    num_sets: int,
+    capacity: int,
+    block_m: int,
+) -> tuple[SortedRows, Groups, torch.Tensor | None]:
+    """Sort and cut what all ranks have chosen: ``packed [tokens, 2 top_k]``, int32, experts and the bits of weights.
+
+    The last is, where rows may not fit, how many too many the set of experts with the most has: int64, on the device.
+    """
+    num_experts, num_tokens, top_k = len(experts), len(packed), packed.shape[1] // 2
+    may_miss = capacity < num_tokens * top_k
+    if not _by_kernels(packed):
+        ids, bits = packed.split(top_k, dim=1)
+        rows = sort_rows(ids, sources_of(sizes, group.rank, packed.device), experts, len(sizes), capacity)
+        groups = cut_tiles(rows, capacity, block_m, bits.contiguous().view(torch.float32))
+        return rows, groups, num_missing(ids, num_experts, num_sets, capacity) if may_miss else None
+    packed = packed.contiguous()
+    missing = torch.empty((), dtype=torch.int64, device=packed.device) if may_miss else None
+    room = max_tiles(capacity, num_experts, block_m)
+    index, slots, starts, offsets = launch_route(
+        group, packed, sizes, experts, num_sets, capacity, block_m, room, missing
+    )
+    groups = Groups(index, num_experts, block_m, capacity, num_tokens, top_k, picks_rows=True)
+    rows = SortedRows(slots, groups.positions.view(-1), starts, num_experts, len(sizes), offsets)
+    return rows, groups, missing
+
+
+def num_missing(ids: torch.Tensor, num_each: int, num_sets: int, capacity: int) -> torch.Tensor:
+    """Rows too many of the set of ``num_each`` experts with the most. Not of one rank's: all come to the same end."""
+    sets = torch.arange(num_sets, dtype=ids.dtype, device=ids.device)
+    counts = (ids.div(num_each, rounding_mode="floor")[None] == sets[:, None, None]).sum((1, 2))
+    return (counts.max() - capacity).clamp_(min=0)
+
+
+def cut_counts(counts: torch.Tensor, num_rows: int, block_m: int) -> Groups:
+    """Tiles of rows that are sorted already: ``counts`` of each expert; what is beyond ``num_rows`` is left out."""
+    if _by_kernels(counts):
+        room = max_tiles(num_rows, len(counts), block_m)
+        return Groups(launch_cut(counts, num_rows, block_m, room), len(counts), block_m, num_rows)
+    starts = offsets_of(counts, num_rows)
+    nothing = starts[:0]
+    return cut_tiles(SortedRows(nothing, nothing, starts, len(counts), 1), num_rows, block_m)
+
+
+def offsets_of(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """``[E + 1]``, int32: where the rows of each expert begin, of which there are ``counts``; then the end."""
+    # Each by itself first: counts that are garbage must not add up to a negative number, which would be an address.
+    ends = counts.clamp(0, num_rows).cumsum(0).clamp_(max=num_rows)
+    return torch.cat((ends.new_zeros(1), ends)).to(torch.int32)
+
+
+def _by_kernels(where: torch.Tensor) -> bool:
+    return where.is_cuda or (where.device.type == "cpu" and not on_host(where))
 
 
 @functools.lru_cache(maxsize=256)
@@ -185,6 +266,9 @@ def sum_choices(
 
     In the order of choices; those that are not here are left out. The sum is rounded to ``dtype``.
     """
+    records = torch.is_grad_enabled() and (rows.requires_grad or (weights is not None and weights.requires_grad))
+    if not records and rows.dtype in SUMMED and dtype in SUMMED and _by_kernels(rows):
+        return launch_choices(rows, positions, weights, dtype)
     total = torch.zeros((len(positions), *rows.shape[1:]), dtype=torch.float32, device=rows.device)
     if not len(rows):
         return total.to(dtype)

@@ -23,7 +23,7 @@ import torch
 from tileflux import env
 from tileflux.symm.group import Group
 
-__all__ = ["launching", "load_once", "lock", "settle_keys"]
+__all__ = ["launching", "launching_on", "load_once", "lock", "settle_keys"]
 
 lock = threading.RLock()
 """Two virtual ranks that compile a kernel at once both load a copy, and the second load meets the first's launch."""
@@ -52,6 +52,9 @@ _MODULES = (
     "tileflux.lang.rows",
     "tileflux.kernels.spread",
     "tileflux.kernels.gather",
+    "tileflux.kernels.lists",
+    "tileflux.kernels.index",
+    "tileflux.kernels.choices",
 )
 """From the bottom up, so that a function comes after what it calls. New ones at the end: the keys of others stay."""
 
@@ -59,6 +62,11 @@ _MODULES = (
 def launching(group: Group | None) -> contextlib.AbstractContextManager[object]:
     """Held around a launch: keeps virtual ranks from launching while one of them loads."""
     return lock if group is not None and group.stream is not None else _nothing
+
+
+def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """The same where nobody says whose launch it is: it may be a virtual rank's."""
+    return lock if device.type == "cuda" else _nothing
 
 
 def load_once(device: torch.device, key: Hashable, launch: Callable[[], object], group: Group | None = None) -> None:

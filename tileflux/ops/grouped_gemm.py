@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tileflux.config import GemmConfig
-from tileflux.kernels.groups import SortedRows, cut_tiles
+from tileflux.kernels.groups import cut_counts, offsets_of
 from tileflux.kernels.library import multiply_tiles
 from tileflux.ops import _dense, _moe
 from tileflux.ops._call import check_out
@@ -92,24 +92,10 @@ def _run(
     tiles = _dense.choose(problem, "auto", _dense.config_from(config)).config
     with torch.cuda.device(x.device if x.is_cuda else -1):
         if out.numel():
-            groups = cut_tiles(_sorted_rows(counts, num_rows), num_rows, tiles.block_m)
+            groups = cut_counts(counts, num_rows, tiles.block_m)
             experts = _dense.Inputs(x, weight, bias, scale_x, scale_weight)
             multiply_tiles(_moe.grouped_operands(experts, out, groups, activation), tiles)
     return out
-
-
-def _sorted_rows(counts: torch.Tensor, num_rows: int) -> SortedRows:
-    """Rows that are sorted already."""
-    starts = _offsets(counts, num_rows)
-    nothing = starts[:0]
-    return SortedRows(nothing, nothing, starts, len(counts), 1)
-
-
-def _offsets(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """``[E + 1]``, int32: where each expert's rows begin; then the end."""
-    # Each by itself first: counts that are garbage must not add up to a negative number, which would be an address.
-    ends = counts.clamp(0, num_rows).cumsum(0).clamp_(max=num_rows)
-    return torch.cat((ends.new_zeros(1), ends)).to(torch.int32)
 
 
 def _fake(
@@ -135,7 +121,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight, counts = ctx.saved_tensors
     needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad[:4]
-    offsets = _offsets(counts, x.shape[0])
+    offsets = offsets_of(counts, x.shape[0])
     # Rows of no expert are in no result: whatever stands in their place has no gradient.
     is_used = _moe.is_used(offsets, len(x))
     grad = torch.where(is_used, grad, 0)

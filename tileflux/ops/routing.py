@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import torch
 
 from tileflux.errors import CapacityExceeded
-from tileflux.kernels.groups import Groups, SortedRows, cut_tiles, sort_rows, sources_of
-from tileflux.kernels.loading import load_once
+from tileflux.kernels.groups import Groups, SortedRows, route_rows
+from tileflux.kernels.index import launch_pack, load_route
+from tileflux.kernels.launch import on_host
 from tileflux.ops._call import begin, check_sizes, check_tensor
 from tileflux.ops._library import eager_only
 from tileflux.ops.all_gather import all_gather
@@ -166,54 +167,24 @@ class _Sorting:
 
     def pack(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``[T_r, 2 k]``, int32: choices, and the bits of their weights."""
+        if not on_host(self.group):
+            return launch_pack(self.group, expert_ids, weights, self.num_experts)
         # Clamped: in 32 bits a number that is no expert's might become that of one.
         chosen = expert_ids.clamp(-1, self.num_experts).to(torch.int32)
         return torch.cat((chosen, weights.detach().float().view(torch.int32)), dim=1)
 
     def unpack(self, packed: torch.Tensor, own_weights: torch.Tensor) -> Routing:
         """The routing, from what all ranks have packed."""
-        group, capacity, num_each = self.group, self.capacity, self.num_experts // self.ep_size
-        ids, bits = packed.split(self.top_k, dim=1)
-        weights = bits.contiguous().view(torch.float32)
-        experts = _experts(group, self.num_experts, self.ep_size)
-        stages = sources_of(self.rows, group.rank, group.device)
-        rows = sort_rows(ids, stages, experts, group.world_size, capacity)
-        groups = cut_tiles(rows, capacity, self.block_m, weights)
-        missing = _num_missing(ids, num_each, self.ep_size, capacity) if capacity < ids.numel() else None
+        group, capacity, experts = self.group, self.capacity, _experts(self.group, self.num_experts, self.ep_size)
+        rows, groups, missing = route_rows(group, packed, self.rows, experts, self.ep_size, capacity, self.block_m)
         return Routing(
-            group, self.num_experts, self.top_k, self.ep_size, self.rows, capacity, own_weights, weights, rows, groups,
-            missing,
+            group, self.num_experts, self.top_k, self.ep_size, self.rows, capacity, own_weights, groups.weights, rows,
+            groups, None if missing is None else readable(missing),
         )  # fmt: skip
 
     def load(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """What must not happen later: a copy from the host, which no graph can capture; and on virtual ranks, loading
-        (``kernels/loading.py``): by whichever rank comes first, so for the sizes of all of them."""
-        group, top_k, num_tokens = self.group, self.top_k, sum(self.rows)
-        here = (self.rows, group.rank, group.device)
-        load_once(group.device, ("route", *here, top_k, self.capacity, self.block_m), lambda: sources_of(*here))
-        if group.stream is None:
-            return
-
-        def once() -> None:
-            for size in set(self.rows):
-                self.pack(expert_ids.new_zeros((size, top_k)), weights.detach().new_zeros((size, top_k)))
-            nothing = torch.zeros((num_tokens, 2 * top_k), dtype=torch.int32, device=group.device)
-            self.unpack(nothing, weights).groups.of_stage(0)
-
-        # Torch has kernels of its own for types and sizes: for a sort of up to so many elements, say.
-        sizes = (*sorted(self.rows), num_tokens * top_k, self.capacity, self.num_experts)
-        classes = tuple(max(0, size - 1).bit_length() for size in sizes)
-        load_once(group.device, ("route", classes, top_k, expert_ids.dtype, weights.dtype), once, group)
-
-
-def _num_missing(ids: torch.Tensor, num_each: int, num_sets: int, capacity: int) -> torch.Tensor:
-    """Rows too many of the set of experts with the most.
-
-    Not of this rank's set alone: all ranks must come to the same end.
-    """
-    sets = torch.arange(num_sets, dtype=ids.dtype, device=ids.device)
-    counts = (ids.div(num_each, rounding_mode="floor")[None] == sets[:, None, None]).sum((1, 2))
-    return readable((counts.max() - capacity).clamp_(min=0))
+        """What must not happen later, when a peer may wait (``kernels/loading.py``), or in a graph."""
+        load_route(self.group, self.rows, self.num_experts // self.ep_size, expert_ids, weights)
 
 
 @eager_only

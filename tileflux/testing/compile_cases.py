@@ -12,6 +12,7 @@ from tileflux.kernels.launch import BLOCK, MAX_REGISTERS, NUM_WARPS
 from tileflux.testing.compile_gate import CompileCase, Imported
 from tileflux.testing.gemm_cases import GEMM_CASES
 from tileflux.testing.hopper_cases import HOPPER_CASES
+from tileflux.testing.index_cases import INDEX_CASES
 
 __all__ = ["CASES"]
 
@@ -136,5 +137,6 @@ CASES: tuple[CompileCase, ...] = (
     *_SMALL,
     *GEMM_CASES,
     *HOPPER_CASES,
+    *INDEX_CASES,
 )
 """Every kernel of the library in the specialisations that launchers make."""

@@ -1,0 +1,199 @@
+"""The list of tiles of a grouped product, made by kernels: the device's twin of ``cut_tiles`` in ``kernels/groups.py``.
+
+Programs make a part of the list each. A part begins at a place that the host knows; which tiles belong there, every
+program finds out from the experts' numbers of tiles.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from tileflux.config import GROUPS
+from tileflux.kernels.loading import launching_on, load_once
+from tileflux.kernels.prepared import launch_step
+from tileflux.lang.remote import typed
+from tileflux.symm.group import Group
+
+__all__ = [
+    "INTEGERS",
+    "TILES",
+    "end_list",
+    "launch_cut",
+    "launch_stage",
+    "list_stage",
+    "load_stage",
+    "num_parts",
+    "padded",
+    "store_header",
+]
+
+TILES = 16
+"""Entries of the list that one program finds: each is compared with the ends of all experts."""
+INTEGERS = {torch.int32: tl.int32, torch.int64: tl.int64}
+_COPY = 1024
+_NUM_WARPS = 8
+_MIN_EXPERTS = 32
+
+_HEADER_TOP_K, _HEADER_ROWS = tl.constexpr(GROUPS.top_k), tl.constexpr(GROUPS.rows)
+_HEADER_POSITIONS, _HEADER_WEIGHTS = tl.constexpr(GROUPS.positions), tl.constexpr(GROUPS.weights)
+_HEADER_NUM_TILES = tl.constexpr(GROUPS.num_tiles)
+_TILES_BEGIN, _TILE_WORDS = tl.constexpr(GROUPS.tiles), tl.constexpr(GROUPS.tile_words)
+_EXPERT, _FIRST = tl.constexpr(GROUPS.expert), tl.constexpr(GROUPS.first)
+_END, _STAGE = tl.constexpr(GROUPS.end), tl.constexpr(GROUPS.stage)
+
+
+def launch_cut(counts: torch.Tensor, num_rows: int, block_m: int, max_tiles: int) -> torch.Tensor:
+    """The list of tiles of rows that are sorted already, ``counts`` of each expert, together at most ``num_rows``."""
+    num_words = GROUPS.tiles + GROUPS.tile_words * max_tiles
+    index = torch.empty(num_words, dtype=torch.int32, device=counts.device)
+    constants = (INTEGERS[counts.dtype], padded(len(counts)), TILES)
+    arguments = (counts.data_ptr(), counts.stride(0), len(counts), num_rows, block_m, index)
+    launch = functools.partial(launch_step, _cut_kernel)
+    load_once(counts.device, ("cut", *constants), lambda: launch(0, arguments, constants, _NUM_WARPS))
+    with launching_on(counts.device):
+        launch(num_parts(max_tiles), arguments, constants, _NUM_WARPS)
+    return index
+
+
+def launch_stage(index: torch.Tensor, max_tiles: int, stage: int) -> torch.Tensor:
+    """The list with the tiles of ``stage`` first, and their number in place of all tiles'."""
+    result = torch.empty_like(index)
+    load_stage(result)
+    with launching_on(index.device):
+        arguments = (index.data_ptr(), len(index), max_tiles, stage, result)
+        launch_step(_stage_kernel, -(-len(index) // _COPY), arguments, (_COPY,), _NUM_WARPS)
+    return result
+
+
+def load_stage(where: torch.Tensor, group: Group | None = None) -> None:
+    """Load what ``launch_stage`` launches; ``where``, int32, is any tensor of the device."""
+
+    def load() -> None:
+        launch_step(_stage_kernel, 0, (0, 0, 0, 0, where), (_COPY,), _NUM_WARPS)
+
+    load_once(where.device, "stage of tiles", load, group)
+
+
+def num_parts(max_tiles: int) -> int:
+    """Programs that make a list; one at least, for its header."""
+    return max(1, -(-max_tiles // TILES))
+
+
+def padded(num_experts: int) -> int:
+    """Experts as a program has them: few sizes, so that there are few variants."""
+    return max(_MIN_EXPERTS, triton.next_power_of_2(num_experts))
+
+
+@triton.jit
+def list_stage(
+    index_ptr, number, listed, stage, before, after, begins, sizes, block_m, EXPERTS: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """Of each expert the tiles from ``before`` up to ``after``, behind the ``listed`` ones; returns how many are."""
+    ends = listed + tl.cumsum(after - before, 0)
+    end = listed + tl.sum(after - before, 0)
+    if (number * TILES < end) & ((number + 1) * TILES > listed):
+        places = number * TILES + tl.arange(0, TILES)
+        expert = tl.sum((ends[None, :] <= places[:, None]).to(tl.int32), 1)
+        expert = tl.minimum(expert, EXPERTS - 1)
+        tile = places - tl.gather(ends - after, expert, 0)
+        first = tl.gather(begins, expert, 0)
+        is_listed = (places >= listed) & (places < end)
+        _store_tiles(
+            index_ptr, places, expert, first + tile * block_m, first + tl.gather(sizes, expert, 0), stage, is_listed
+        )
+    return end
+
+
+@triton.jit
+def end_list(
+    index_ptr, number, listed, begins, sizes, num_experts, block_m, max_tiles, NUM_STAGES: tl.constexpr,
+    EXPERTS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Behind the last tile, as if the last expert had more: tiles that are nobody's, of no stage."""
+    places = number * TILES + tl.arange(0, TILES)
+    is_last = tl.arange(0, EXPERTS) == num_experts - 1
+    begin = tl.sum(tl.where(is_last, begins, 0), 0)
+    size = tl.sum(tl.where(is_last, sizes, 0), 0)
+    first = begin + (places - listed + tl.cdiv(size, block_m)) * block_m
+    expert = places * 0 + num_experts - 1
+    stage = number * 0 + NUM_STAGES
+    is_behind = (places >= listed) & (places < max_tiles)
+    _store_tiles(index_ptr, places, expert, first, places * 0 + begin + size, stage, is_behind)
+
+
+@triton.jit
+def _store_tiles(index_ptr, places, expert, first, end, stage, mask):
+    tile = index_ptr + _TILES_BEGIN + _TILE_WORDS * places
+    tl.store(tile + _EXPERT, expert, mask=mask)
+    tl.store(tile + _FIRST, first, mask=mask)
+    tl.store(tile + _END, end, mask=mask)
+    tl.store(tile + _STAGE, places * 0 + stage, mask=mask)
+
+
+@triton.jit
+def store_header(index_ptr, num_tiles, places):
+    top_k, rows, positions, weights = places
+    words = tl.arange(0, _TILES_BEGIN)
+    value = tl.where(words == _HEADER_NUM_TILES, num_tiles, 0)
+    value = tl.where(words == _HEADER_TOP_K, top_k, value)
+    value = tl.where(words == _HEADER_ROWS, rows, value)
+    value = tl.where(words == _HEADER_POSITIONS, positions, value)
+    tl.store(index_ptr + words, tl.where(words == _HEADER_WEIGHTS, weights, value))
+
+
+@triton.jit(do_not_specialize=("counts", "stride", "num_experts", "num_rows", "block_m", "index_ptr"))
+def _cut_kernel(
+    counts: tl.int64,
+    stride: tl.int64,
+    num_experts: tl.int32,
+    num_rows: tl.int32,
+    block_m: tl.int32,
+    index_ptr,
+    COUNT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """The list of tiles of sorted rows, of one stage."""
+    number = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS)
+    own = tl.load(typed(counts, COUNT, False) + experts * stride, mask=experts < num_experts, other=0)
+    # Each by itself first: counts that are garbage must not add up to a negative number, which would be an address.
+    own = tl.minimum(tl.maximum(own, 0), num_rows).to(tl.int64)
+    ends = tl.cumsum(own, 0)
+    begins = tl.minimum(ends - own, num_rows).to(tl.int32)
+    sizes = tl.minimum(ends, num_rows).to(tl.int32) - begins
+    num_tiles = tl.cdiv(sizes, block_m)
+    nothing = number * 0
+    listed = list_stage(
+        index_ptr, number, nothing, nothing, num_tiles * 0, num_tiles, begins, sizes, block_m, EXPERTS, TILES
+    )
+    max_tiles = tl.cdiv(num_rows, block_m) + tl.minimum(num_experts, num_rows)
+    end_list(index_ptr, number, listed, begins, sizes, num_experts, block_m, max_tiles, 1, EXPERTS, TILES)
+    if number == 0:
+        store_header(index_ptr, listed, (nothing, nothing, nothing, nothing))
+
+
+@triton.jit(do_not_specialize=("index", "num_words", "max_tiles", "stage", "result_ptr"))
+def _stage_kernel(
+    index: tl.int64, num_words: tl.int32, max_tiles: tl.int32, stage: tl.int32, result_ptr, BLOCK: tl.constexpr
+):
+    """Copy the list; the tiles of one stage, which lie beside each other, go before all others."""
+    source = typed(index, tl.int32, False)
+    num_before = tl.zeros((BLOCK,), tl.int32)
+    num_wanted = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, max_tiles, BLOCK):
+        tiles = begin + tl.arange(0, BLOCK)
+        found = tl.load(source + _TILES_BEGIN + _TILE_WORDS * tiles + _STAGE, mask=tiles < max_tiles, other=stage + 1)
+        num_before += (found < stage).to(tl.int32)
+        num_wanted += (found == stage).to(tl.int32)
+    first = tl.sum(num_before, 0)
+    count = tl.sum(num_wanted, 0)
+    words = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tile = (words - _TILES_BEGIN) // _TILE_WORDS
+    moved = tl.where(tile < count, first, tl.where(tile < first + count, -count, 0))
+    is_tile = (words >= _TILES_BEGIN) & (tile < max_tiles)
+    value = tl.load(source + words + tl.where(is_tile, moved * _TILE_WORDS, 0), mask=words < num_words, other=0)
+    tl.store(result_ptr + words, tl.where(words == _HEADER_NUM_TILES, count, value), mask=words < num_words)
