@@ -12,14 +12,14 @@ from tileflux.lang.signal import clock_ns, sm_number
 
 __all__ = ["note_tile", "note_transfer"]
 
-_TILE_WORDS = tl.constexpr(TRACE.tile_words)
+_RECORD_WORDS = tl.constexpr(TRACE.tile_words)
 _MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
 
 
 @triton.jit
 def note_tile(trace, WORLD: tl.constexpr, step, program, owner, chunk, m, n, turn, begin, ready, computed):
     """A tile that has just been finished; see ``config.TraceLayout``."""
-    first = WORLD * _MAX_CHUNKS * 2 + step.to(tl.int64) * _TILE_WORDS
+    first = WORLD * _MAX_CHUNKS * 2 + step.to(tl.int64) * _RECORD_WORDS
     words = trace.to(tl.int64).to(tl.pointer_type(tl.int64)) + first
     tl.store(words, clock_ns())
     tl.store(words + 1, begin)
