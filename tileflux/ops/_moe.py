@@ -97,9 +97,8 @@ def tiles_for(usual: GemmConfig, given: str, block_m: int, problem: GemmProblem)
     rows = problem.m if block_m >= 128 else block_m
     plain = lookup(dataclasses.replace(problem, op="gemm", m=rows, world_size=1, link="")).config
     return dataclasses.replace(
-        plain, block_m=block_m, hopper=False, streams=False,
-        num_feeders=usual.num_feeders, num_chunks=usual.num_chunks,
-    )  # fmt: skip
+        plain, block_m=block_m, hopper=False, num_feeders=usual.num_feeders, num_chunks=usual.num_chunks
+    )
 
 
 def routing_arguments(routing: Routing) -> tuple[Any, ...]:

@@ -53,7 +53,7 @@ class Candidate:
         config = self.config
         chunks = f", {config.num_chunks} chunks" if config.num_chunks > 1 else ""
         tile = f" {config.block_m}x{config.block_n}x{config.block_k}" if self.strategy == "fused" else ""
-        switches = ", hopper" * config.hopper + ", streamed" * config.streams + ", fetched" * config.fetches
+        switches = ", hopper" * config.hopper + ", fetched" * config.fetches
         return f"{how}{tile}{switches}{chunks}"
 
 
@@ -110,8 +110,6 @@ def refinements(problem: GemmProblem, best: Candidate) -> list[Candidate]:
     changes: list[tuple[str, Any]] = [("num_chunks", each) for each in chunks]
     changes += [("num_feeders", each) for each in feeders]
     changes += [("group_m", each) for each in groups]
-    if best.config.hopper and problem.link != "same GPU":
-        changes.append(("streams", not best.config.streams))
     if problem.link == "same GPU" and not best.config.hopper:
         changes.append(("fetches", not best.config.fetches))
     found = [dataclasses.replace(best, config=dataclasses.replace(best.config, **{name: v})) for name, v in changes]
@@ -152,10 +150,9 @@ def _hopper_tilings(problem: GemmProblem, usual: GemmConfig) -> Iterator[GemmCon
         if itemsize == 1 and 2 * block_m * block_n > 32 * num_warps * _MAX_ACCUMULATORS:
             continue  # products of fp8 take twice the registers
         if block_m <= max(64, 2 * usual.block_m) and block_n < 2 * max(problem.n, 32):
-            # Where ranks share a GPU nobody knows which programs run, and tiles are not cut along K.
             yield dataclasses.replace(
                 usual, block_m=block_m, block_n=block_n, block_k=128 // itemsize, group_m=16,
-                num_warps=num_warps, num_stages=4, hopper=True, streams=problem.link != "same GPU",
+                num_warps=num_warps, num_stages=4, hopper=True,
             )  # fmt: skip
 
 
