@@ -75,7 +75,6 @@ def test_flags_have_names() -> None:
         ({"num_stages": 0}, "num_stages=0 should be at least 1"),
         ({"num_feeders": 0}, "num_feeders=0 should be at least 1"),
         ({"num_sms": 1}, "num_sms=1 should be at least 2: one program feeds, one multiplies"),
-        ({"streams": True}, "streams=True should come with hopper=True"),
     ],
 )
 def test_invalid_tiles_say_what_would_be_right(settings: dict[str, int], message: str) -> None:

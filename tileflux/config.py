@@ -310,9 +310,7 @@ class GemmConfig:
     ``fetches``: where ranks share a GPU, programs take tiles as they come, so that one that starts late, because
     another rank holds its SM, holds nobody up.
 
-    Two are for Hopper: with ``hopper`` its own loop runs what it takes, and ``streams`` then has programs share out the
-    tiles that do not come out even along K too. Which tiles are cut depends on their order, so that a result may differ
-    in rounding from op to op.
+    ``hopper``: on a Hopper, its own loop runs what it takes.
     """
 
     block_m: int = 128
@@ -327,7 +325,6 @@ class GemmConfig:
     num_sms: int | None = None
     fetches: bool = False
     hopper: bool = False
-    streams: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k"):
@@ -343,8 +340,6 @@ class GemmConfig:
                 raise ValueError(f"{name}={getattr(self, name)} should be at least 1")
         if self.num_sms is not None and self.num_sms < 2:
             raise ValueError(f"num_sms={self.num_sms} should be at least 2: one program feeds, one multiplies")
-        if self.streams and not self.hopper:
-            raise ValueError("streams=True should come with hopper=True: only Hopper's own loop cuts tiles along K")
 
 
 @hashed_once

@@ -1,4 +1,4 @@
-"""What Hopper's loop takes, what fits, and which flags a launch gets."""
+"""What Hopper's loop takes, what fits, and which variant a launch gets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_hopper_launch
-from tileflux.kernels.gemm_hopper_launch import _Flags, hopper_family, make_hopper_spec, why_not_hopper
+from tileflux.kernels.gemm_hopper_launch import hopper_family, make_hopper_spec, why_not_hopper
 from tileflux.kernels.gemm_shared import Launch
 from tileflux.kernels.groups import Groups
 from tileflux.kernels.operands import Operands
@@ -85,8 +85,8 @@ def test_the_rest_is_left_to_the_other_loop(given: Operands, config: GemmConfig,
 
 def launch(config: GemmConfig, role: Any = PLAIN, **changes: Any) -> Launch:
     made = Launch(
-        role, config, num_rows=512, num_tiles=512, num_feeders=0, num_programs=132,
-        world_size=1, releases=False, fetches=False, use_tma=True, records=False, trace=None, may_stream=True,
+        role, config, num_rows=512, num_feeders=0, num_programs=132,
+        world_size=1, releases=False, fetches=False, use_tma=True, records=False, trace=None,
     )  # fmt: skip
     return dataclasses.replace(made, **changes)
 
@@ -118,58 +118,17 @@ def test_a_tile_is_stored_whole_only_where_it_ends_with_its_rows() -> None:
     assert not make_hopper_spec(odd, launch(config), None).out_by_tma
 
 
-def test_tiles_are_cut_only_where_the_launch_may() -> None:
-    config = hopper_config(128, 256)
-    assert make_hopper_spec(operands(), launch(config), None).streams
-    assert not make_hopper_spec(operands(), launch(config, may_stream=False), None).streams
-    assert not make_hopper_spec(operands(), launch(dataclasses.replace(config, streams=False)), None).streams
-    assert not make_hopper_spec(operands(), launch(config, SPREAD, world_size=2), None).streams, "sums have no K"
-
-
 def test_virtual_ranks_find_any_variant_that_one_of_them_needs_among_those_loaded_for_all() -> None:
-    config = dataclasses.replace(hopper_config(128, 256), streams=False)
+    config = hopper_config(128, 256)
     odd = operands(out=torch.zeros(512, 509, dtype=torch.bfloat16), weight=torch.zeros(509, 256, dtype=torch.bfloat16))
     for role in (PLAIN, GATHER, SCATTER):
-        how = launch(config, role, may_stream=False)
+        how = launch(config, role)
         family = hopper_family(operands(), how)
         assert family == hopper_family(odd, how)
         for given in (operands(), odd):
             for rows in ((256, 256), (250, 262)):
                 turn: Any = SimpleNamespace(plan=SimpleNamespace(rows=rows, chunk_rows=rows[1]))
                 assert make_hopper_spec(given, how, turn) in family
-
-
-@pytest.fixture
-def flags(monkeypatch: pytest.MonkeyPatch) -> Any:
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    now = SimpleNamespace(capturing=False, stream=7)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
-    monkeypatch.setattr(gemm_hopper_launch, "raw_stream", lambda device: now.stream)
-    monkeypatch.setattr(_Flags, "_NUM_KEPT", 3)
-    monkeypatch.setattr(_Flags, "_NUM_STREAMS", 4)
-    return SimpleNamespace(made=_Flags(torch.device("cpu")), now=now)
-
-
-def test_launches_of_a_stream_share_flags_and_graphs_keep_theirs(flags: Any) -> None:
-    by_stream = {}
-    for stream in (7, 0, 9, 3):
-        flags.now.stream = stream
-        by_stream[stream] = flags.made.take()
-    assert len(set(by_stream.values())) == 4
-    for stream, address in by_stream.items():
-        flags.now.stream = stream
-        assert flags.made.take() == address
-    flags.now.stream = 11
-    assert flags.made.take() == 0, "a stream too many: tiles are not cut there"
-    flags.now.capturing = True
-    kept = [flags.made.take() for _ in range(4)]
-    assert kept.pop() == 0, "none are left"
-    every = sorted([*by_stream.values(), *kept])
-    assert len(set(every)) == 7 and all(b - a >= 4 * 132 for a, b in zip(every, every[1:], strict=False))
-    first, nbytes = flags.made._words.data_ptr(), flags.made._words.nbytes
-    assert first <= every[0] and every[-1] + 4 * 132 <= first + nbytes and not flags.made._words.any()
 
 
 def test_only_a_hopper_has_this_loop(monkeypatch: pytest.MonkeyPatch) -> None:

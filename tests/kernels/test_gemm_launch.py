@@ -142,9 +142,9 @@ def test_what_hoppers_loop_does_not_take_is_said_once(
     gemm_launch._say_once.cache_clear()
     config, operands = GemmConfig(hopper=True), make(128, 128, 128, changes.get("dtype", torch.bfloat16))
     launch = Launch(
-        PLAIN, config, num_rows=128, num_tiles=1, num_feeders=0, num_programs=1, world_size=1, releases=False,
+        PLAIN, config, num_rows=128, num_feeders=0, num_programs=1, world_size=1, releases=False,
         use_tma=changes.get("use_tma", True), fetches=changes.get("fetches", False),
-        records=False, trace=None, may_stream=True,
+        records=False, trace=None,
     )  # fmt: skip
     with caplog.at_level(logging.INFO, "tileflux"):
         for _ in range(3):

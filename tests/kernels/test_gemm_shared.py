@@ -15,7 +15,6 @@ from tileflux.config import GemmConfig
 from tileflux.kernels.gemm_shared import (
     address,
     fetches_tiles,
-    may_stream,
     num_programs,
     num_tiles,
     shares_gpu,
@@ -114,28 +113,6 @@ def test_tiles_are_fetched_where_it_is_wanted_and_ranks_share_a_gpu(
 ) -> None:
     assert fetches_tiles(linked(links), dataclasses.replace(CONFIG, fetches=wanted)) is fetches
     assert not fetches_tiles(None, dataclasses.replace(CONFIG, fetches=True))
-
-
-@pytest.mark.parametrize(
-    ("links", "rows", "num_chunks", "whole"),
-    [
-        (ALONE, (64, 64), 1, True),
-        (ALONE, (64, 64), 4, True),
-        (ALONE, (512, 512), 2, True),
-        (ALONE, (300, 300), 2, False),
-        (ALONE, (64, 48), 1, False),
-        (ALONE, (64, 0), 1, False),
-        (ALONE, (50, 40), 4, False),
-        (SHARED, (64, 64), 1, False),
-    ],
-)
-def test_tiles_are_cut_where_every_step_is_one_and_no_peer_holds_the_sms(
-    links: tuple[str, ...], rows: tuple[int, ...], num_chunks: int, whole: bool
-) -> None:
-    """A step that is no tile has no K to cut; and who waits for a neighbour's sum needs it to be running."""
-    turn = planned(gather_shards("op", rows, 32, False, num_chunks))
-    assert may_stream(linked(links), turn) is whole
-    assert may_stream(None, None)
 
 
 def test_what_is_not_there_has_no_address() -> None:

@@ -48,7 +48,7 @@ def test_kernels_may_call_what_asks_who_compiles_them(name: str) -> None:
 
 
 def test_the_gate_notices_an_accumulator_that_wgmma_waits_for() -> None:
-    """Which is why a partial sum is added at the end, and not where a tile begins."""
+    """Nothing but WGMMA may write to a tile's sums before the last block of K."""
     case = CompileCase(
         name="serialised", kernel=f"{KERNELS}:serialised_kernel", signature={"out_ptr": "*fp32", "num_k": "i32"},
         options={"num_warps": 4}, architectures=(90,),

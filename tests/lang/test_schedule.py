@@ -12,11 +12,8 @@ from tileflux.lang.schedule import (
     arrival_order,
     departure_order,
     grouped,
-    next_piece,
-    num_streamed,
     replay,
     slab_order,
-    streamed_part,
     twice_order,
 )
 
@@ -155,55 +152,6 @@ def test_a_kernel_takes_tiles_in_the_replayed_order(name: str, rank: int, sizes:
     _order_kernel[(1,)](out, rank, num_shards, num_chunks, num_m, num_n, num_steps, ORDERS[name], group_m, span)
     replayed = replay(ORDERS[name])
     assert out.tolist() == [list(replayed(step, rank, *sizes)) for step in range(num_steps)]
-
-
-def pieces(program: int, num_programs: int, count: int, num_steps: int, num_k: int) -> list[tuple[int, int, int]]:
-    """(step, first and end of its blocks of K) of everything that a program does, in order."""
-    cursor, end = replay(streamed_part)(program, num_programs, count, num_k)
-    step, found = count + program, []
-    while cursor < end or step < num_steps:
-        this, first, last, cursor, step = replay(next_piece)(cursor, end, step, num_k, num_programs)
-        found.append((this, first, last))
-    return found
-
-
-@settings(max_examples=200, deadline=None)
-@given(num_programs=st.integers(1, 40), num_k=st.integers(1, 30), data=st.data())
-def test_streamed_tiles_are_shared_out_evenly_and_nobody_waits_for_a_later_program(
-    num_programs: int, num_k: int, data: st.DataObject
-) -> None:
-    rest = data.draw(st.integers(0, num_programs - 1))
-    num_waves = data.draw(st.integers(1 if rest else 0, 4))
-    num_steps = num_waves * num_programs + rest
-    count = replay(num_streamed)(num_steps, num_programs)
-    assert count == (num_programs + rest if rest else 0)
-    work = [pieces(program, num_programs, count, num_steps, num_k) for program in range(num_programs)]
-    blocks = sorted((step, k) for each in work for step, first, last in each for k in range(first, last))
-    assert blocks == [(step, k) for step in range(num_steps) for k in range(num_k)], "every block once"
-    amounts = [sum(last - first for _, first, last in each) for each in work]
-    assert max(amounts) - min(amounts) <= 1, "all end together"
-    for program, each in enumerate(work):
-        for number, (step, first, last) in enumerate(each):
-            if first > 0:
-                # What is left to another program is done first of all, and is all that is left of its tile.
-                assert number == 0 and last == num_k
-                assert (step, 0, first) in work[program + 1], "the next program starts from it"
-            elif last < num_k:
-                assert work[program - 1][0] == (step, last, num_k) and program > 0, "and had it from the one before"
-
-
-def test_without_streamed_tiles_programs_take_whole_ones_in_turn() -> None:
-    assert pieces(1, 3, 0, 8, 5) == [(1, 0, 5), (4, 0, 5), (7, 0, 5)]
-    assert pieces(2, 3, 0, 2, 5) == []
-
-
-@given(num_steps=st.integers(0, 2000), num_programs=st.integers(1, 200))
-def test_what_is_streamed_leaves_whole_waves(num_steps: int, num_programs: int) -> None:
-    count = replay(num_streamed)(num_steps, num_programs)
-    if num_steps < num_programs or num_steps % num_programs == 0:
-        assert count == 0
-    else:
-        assert num_programs < count < 2 * num_programs and (num_steps - count) % num_programs == 0
 
 
 @given(

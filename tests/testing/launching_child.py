@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from tileflux.config import GemmConfig
-from tileflux.kernels import gemm_hopper_launch, gemm_launch, gemm_shared, roles
+from tileflux.kernels import gemm_launch, gemm_shared, roles
 from tileflux.kernels.loading import settle_keys
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.prepared import Kept
@@ -83,8 +83,6 @@ def main() -> None:
     driver.set_active(gpu)  # type: ignore[arg-type]
     gemm_launch._has_tma = lambda device: True  # type: ignore[assignment]
     gemm_launch.is_hopper = lambda device: True  # type: ignore[assignment]
-    flags = SimpleNamespace(take=lambda: 4096, keep=lambda: 8192)
-    gemm_hopper_launch._flags = lambda device: flags  # type: ignore[assignment]
     gemm_shared._is_interpreted = lambda group: False
     gemm_shared.sms_for = lambda group: NUM_SMS
     settle_keys()

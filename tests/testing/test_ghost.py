@@ -153,7 +153,7 @@ OPS: dict[str, Any] = {"ag_gemm": Gathering, "gemm_rs": Scattering}
 
 
 def _play(rank: int, world_size: int, op: str) -> None:
-    # In Hopper's loop, where this is one: the larger problem's 160 tiles are cut along K, the smaller's are not.
+    # Also in Hopper's loop, where this is one.
     for strategy, hopper in (("fused", False), ("fused", True), ("pipelined", False)):
         with ghost_group(WORLD, timeout_s=5) as group:
             _play_many(group, op, strategy, hopper)

@@ -261,6 +261,7 @@ def test_ranks_try_the_same_and_take_the_same() -> None:
 def test_candidates_say_what_they_are() -> None:
     config = GemmConfig(128, 256, 64)
     assert str(Candidate("fused", "", config)) == "fused 128x256x64"
+    assert str(Candidate("fused", "", dataclasses.replace(config, hopper=True))) == "fused 128x256x64, hopper"
     assert str(Candidate("fused", "one_shot", dataclasses.replace(config, num_chunks=2))) == (
         "fused, one_shot 128x256x64, 2 chunks"
     )

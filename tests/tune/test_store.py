@@ -228,7 +228,10 @@ def test_a_broken_file_is_told_once_and_left_out(
         changed("config", "num_stages", value=3.5),
         changed("config", "block_m", value=100),
         changed("config", "num_sms", value="all"),
+        changed("config", "streams", value=True),
+        changed("config", "streams", value=0),
         changed("config", value=[1]),
+        changed("config", value=[["streams", False]]),
         changed("seconds", value={}),
         changed("seconds", "fused", value=0.0),
         changed("seconds", "fused", value=float("nan")),
@@ -241,6 +244,18 @@ def test_a_wrong_entry_is_told_and_left_out(wrong: Any, tmp_path: Path, caplog: 
     assert load(str(tmp_path)) == (make_entry(),)
     (message,) = (record.getMessage() for record in caplog.records)
     assert "some.json: 1 entries are left out; the first: entry 0: " in message
+
+
+def test_an_entry_of_an_older_version_is_read_where_it_cut_no_tiles_along_k(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "some.json").write_text(as_file(changed("config", "streams", value=False)))
+    assert load(str(tmp_path)) == (make_entry(),) and not caplog.records
+    load.cache_clear()
+    (tmp_path / "some.json").write_text(as_file(changed("config", "streams", value=True)))
+    assert load(str(tmp_path)) == ()
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert "entry 0: ValueError it was measured with streams=True, tiles cut along K, which are no more" in message
 
 
 def test_what_is_no_folder_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,9 +3,6 @@
 A program is divided into two partitions. The *producer*, one warp, waits for rows and loads blocks of K by TMA into a
 ring of stages; only it waits for other ranks. The *consumer* multiplies them with WGMMA and finishes tiles. Neither
 waits for the other but at the ring, so the next tile's loads run while a tile is finished.
-
-Where tiles do not come out even, the first ones are *streamed* (``lang/schedule.py``): programs share them out along K
-too. Who has the end of a tile leaves its sum in fp32 in the workspace, and who has its beginning adds it.
 """
 
 import triton.language as tl
@@ -13,7 +10,6 @@ import triton.language as tl
 from tileflux.lang.epilogue import activate, scaled
 from tileflux.lang.hopper import (
     PIECE,
-    add_partial,
     fence_async_shared,
     gl,
     gluon,
@@ -21,22 +17,18 @@ from tileflux.lang.hopper import (
     mbarrier,
     piece_buffers,
     span,
-    store_partial,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
     whole,
 )
-from tileflux.lang.schedule import next_piece, num_streamed, streamed_part
-from tileflux.lang.signal import await_neighbour, clock_ns, signal
+from tileflux.lang.signal import clock_ns
 from tileflux.lang.tiles import cut, feed_rows, leave_launch, locate, num_steps_of
 from tileflux.lang.trace import note_tile
 
 __all__ = ["NUMBERS"]
 
-NUMBERS = (
-    "a", "out", "bias", "scale_a", "scale_b", "rows", "N", "K", "flags", "partials", "trace", "table_ptr"
-)  # fmt: skip
+NUMBERS = ("a", "out", "bias", "scale_a", "scale_b", "rows", "N", "K", "trace", "table_ptr")
 """Arguments that must not make a variant of the kernel by their value."""
 
 
@@ -54,8 +46,6 @@ def _gemm_hopper_kernel(
     rows_desc,
     b_desc,
     out_desc,
-    flags: tl.int64,
-    partials: tl.int64,
     trace: tl.int64,
     table_ptr,
     ORDER: tl.constexpr,
@@ -79,11 +69,10 @@ def _gemm_hopper_kernel(
     if SPEC.out_by_tma:
         target = (out_desc, piece_buffers(out_desc))
     factors = (bias, scale_a, scale_b)
-    workspace = (flags, partials)
     gl.warp_specialize(
         [
-            (_consume, (ring, sizes, a, target, factors, workspace, trace, table_ptr, ORDER, FINISH, SPEC)),
-            (_produce, (ring, sizes, a_desc, rows_desc, b_desc, flags, table_ptr, ORDER, WAIT, SPEC)),
+            (_consume, (ring, sizes, a, target, factors, trace, table_ptr, ORDER, FINISH, SPEC)),
+            (_produce, (ring, sizes, a_desc, rows_desc, b_desc, table_ptr, ORDER, WAIT, SPEC)),
         ],
         [1],
         [SPEC.producer_registers],
@@ -92,20 +81,19 @@ def _gemm_hopper_kernel(
 
 @gluon.jit
 def _produce(
-    ring, sizes, a_desc, rows_desc, b_desc, flags, table,
-    ORDER: gl.constexpr, WAIT: gl.constexpr, SPEC: gl.constexpr,
-):  # fmt: skip
+    ring, sizes, a_desc, rows_desc, b_desc, table, ORDER: gl.constexpr, WAIT: gl.constexpr, SPEC: gl.constexpr
+):
     """Load what the consumer will multiply, as soon as it is there."""
     a_ring, b_ring, empty, full = ring
     rows, N, K = sizes
     parts = cut(rows, N, table, SPEC)
     rank, num_chunks, _, _, _ = parts
-    cursor, end, step, num_steps, num_k = _begin(parts, K, flags, SPEC)
+    step, stride, num_steps = _steps(parts, SPEC)
+    num_k = gl.cdiv(K, SPEC.block_k)
     count = num_steps * 0
     ready = count - 1
-    while (cursor < end) | (step < num_steps):
-        this, first_k, end_k, cursor, step = next_piece(cursor, end, step, num_k, _num_multipliers(SPEC))
-        owner, chunk, m, n, turn, first_row, row, end_row, expert = locate(this, parts, rows, N, table, ORDER, SPEC)
+    while step < num_steps:
+        owner, chunk, m, n, turn, first_row, row, end_row, expert = locate(step, parts, rows, N, table, ORDER, SPEC)
         if row < end_row:
             slab = owner * num_chunks + chunk
             if slab != ready:
@@ -122,7 +110,7 @@ def _produce(
                 column += expert * N
             else:
                 before = expert * K
-            for index in range(first_k, end_k * (1 - turn)):
+            for index in range(num_k * (1 - turn)):
                 k = index * SPEC.block_k
                 stage = count % SPEC.num_stages
                 mbarrier.wait(empty.index(stage), ((count // SPEC.num_stages) & 1) ^ 1)
@@ -143,56 +131,45 @@ def _produce(
                         b_desc, [before + k, column], full.index(stage), b_ring.index(stage)
                     )
                 count += 1
+        step += stride
 
 
 @gluon.jit
 def _consume(
-    ring, sizes, a, target, factors, workspace, trace, table,
-    ORDER: gl.constexpr, FINISH: gl.constexpr, SPEC: gl.constexpr,
-):  # fmt: skip
+    ring, sizes, a, target, factors, trace, table, ORDER: gl.constexpr, FINISH: gl.constexpr, SPEC: gl.constexpr
+):
     """Multiply what the producer has loaded, and finish tiles."""
     rows, N, K = sizes
     LAYOUT: gl.constexpr = SPEC.accumulator_layout
     BLOCK_M: gl.constexpr = SPEC.block_m
     BLOCK_N: gl.constexpr = SPEC.block_n
     parts = cut(rows, N, table, SPEC)
-    cursor, end, step, num_steps, num_k = _begin(parts, K, workspace[0], SPEC)
+    step, stride, num_steps = _steps(parts, SPEC)
+    num_k = gl.cdiv(K, SPEC.block_k)
     program = gl.program_id(0) - SPEC.num_feeders
     if SPEC.num_feeders > 0:  # noqa: SIM102 - `and` does not keep the compiler from what follows
         if program < 0:
             feed_rows(a, factors[1], K, table, trace, SPEC)
     count = num_steps * 0
-    while (cursor < end) | (step < num_steps):
-        this, first_k, end_k, cursor, step = next_piece(cursor, end, step, num_k, _num_multipliers(SPEC))
-        owner, chunk, m, n, turn, first_row, row, end_row, expert = locate(this, parts, rows, N, table, ORDER, SPEC)
+    while step < num_steps:
+        owner, chunk, m, n, turn, first_row, row, end_row, expert = locate(step, parts, rows, N, table, ORDER, SPEC)
         if row < end_row:
             if SPEC.records:
                 begin = clock_ns()
                 _await_first(ring, count, turn, SPEC)
                 start = clock_ns()
             total = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
-            total, count = _multiply(total, count, (end_k - first_k) * (1 - turn), ring, SPEC)
-            if SPEC.streams:  # noqa: SIM102
-                if end_k < num_k:
-                    flag, sums = _partial_of(workspace, program - 1, SPEC)
-                    await_neighbour(flag)
-                    # Not before: WGMMA waits after every instruction for an accumulator that others have written to.
-                    total = add_partial(total, sums)
+            total, count = _multiply(total, count, num_k * (1 - turn), ring, SPEC)
             if SPEC.records:
                 computed = clock_ns()
-            if SPEC.streams:  # noqa: SIM102
-                if first_k > 0:
-                    flag, sums = _partial_of(workspace, program, SPEC)
-                    store_partial(total, sums)
-                    signal(flag, 1)
-            if first_k == 0:
-                column = n * SPEC.block_n
-                value = _epilogue(total, first_row + row, first_row + end_row, column, N, expert * N, factors, SPEC)
-                number = (chunk * parts[3] + m) * parts[4] + n
-                place = (owner, first_row, row, column, end_row, N, number, turn)
-                FINISH(value, target, place, table, SPEC)
-                if SPEC.records:
-                    note_tile(trace, SPEC.world_size, this, program, owner, chunk, m, n, turn, begin, start, computed)
+            column = n * SPEC.block_n
+            value = _epilogue(total, first_row + row, first_row + end_row, column, N, expert * N, factors, SPEC)
+            number = (chunk * parts[3] + m) * parts[4] + n
+            place = (owner, first_row, row, column, end_row, N, number, turn)
+            FINISH(value, target, place, table, SPEC)
+            if SPEC.records:
+                note_tile(trace, SPEC.world_size, step, program, owner, chunk, m, n, turn, begin, start, computed)
+        step += stride
     if SPEC.out_by_tma:
         tma.store_wait(pendings=0)
     leave_launch(table, SPEC)
@@ -239,29 +216,13 @@ def _await_first(ring, count, turn, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _begin(parts, K, flags, SPEC: gl.constexpr):
-    """(cursor and end of the streamed part, first whole step, number of steps, blocks of K in a tile).
-
-    A program that feeds has nothing to multiply. Without flags nothing is streamed.
-    """
+def _steps(parts, SPEC: gl.constexpr):
+    """(first step, distance of one to the next, end) of this program's tiles. A program that feeds has none."""
     num_steps = num_steps_of(parts, SPEC)
-    num_k = gl.cdiv(K, SPEC.block_k)
-    program = gl.program_id(0) - SPEC.num_feeders
-    count = num_steps * 0
-    if SPEC.streams:  # noqa: SIM102
-        if flags != 0:
-            count = num_streamed(num_steps, _num_multipliers(SPEC))
-    cursor, end = streamed_part(program, _num_multipliers(SPEC), count, num_k)
-    step = count + program
-    if program < 0:
-        cursor = end
+    step = gl.program_id(0) - SPEC.num_feeders
+    if step < 0:
         step = num_steps
-    return cursor, end, step, num_steps, num_k
-
-
-@gluon.jit
-def _num_multipliers(SPEC: gl.constexpr):
-    return gl.num_programs(0) - SPEC.num_feeders
+    return step, gl.num_programs(0) - SPEC.num_feeders, num_steps
 
 
 @gluon.jit
@@ -270,7 +231,8 @@ def _epilogue(total, first_row, end, column, N, before, factors, SPEC: gl.conste
 
     ``before`` are columns of other experts in front of those whose scales and bias these are.
     """
-    if total.shape[1] == PIECE:
+    WIDTH: gl.constexpr = PIECE // 2 if SPEC.activation == "gelu" else PIECE  # gelu needs the most registers
+    if total.shape[1] == WIDTH:
         bias, scale_a, scale_b = factors
         rows = first_row + span(total.shape[0])
         columns = column + span(total.shape[1])
@@ -282,11 +244,3 @@ def _epilogue(total, first_row, end, column, N, before, factors, SPEC: gl.conste
         right = _epilogue(right, first_row, end, column + total.shape[1] // 2, N, before, factors, SPEC)
         value = whole(left, right, total)
     return value
-
-
-@gluon.jit
-def _partial_of(workspace, program, SPEC: gl.constexpr):
-    """(flag, address of the sums) that ``program`` leaves to the next."""
-    flags, partials = workspace
-    flag = flags.to(gl.pointer_type(gl.int32)) + program
-    return flag, partials + program.to(gl.int64) * (SPEC.block_m * SPEC.block_n * 4)

@@ -1,10 +1,9 @@
-"""Launching Hopper's GEMM loop: what it takes, how many stages fit, and which tiles are streamed."""
+"""Launching Hopper's GEMM loop: what it takes, how many stages fit, and how tiles leave."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +17,9 @@ from tileflux.kernels.gemm_hopper import _gemm_hopper_kernel
 from tileflux.kernels.gemm_shared import Launch, address, constants, rows_argument, side_addresses, table_of
 from tileflux.kernels.loading import launching, load_once
 from tileflux.kernels.operands import ELEMENTS, GemmSpec, Operands, Role, make_spec
-from tileflux.kernels.prepared import Launcher, Tile, raw_stream, relaunchable
+from tileflux.kernels.prepared import Launcher, Tile, relaunchable
 from tileflux.kernels.turns import Turn
 from tileflux.lang.policy import wait_for_nothing
-from tileflux.lang.schedule import num_streamed, replay
 from tileflux.symm.group import Group
 
 __all__ = [
@@ -42,7 +40,6 @@ _MAX_STAGES = 8
 _MAX_ACCUMULATORS = 128  # registers a thread, of some 230
 _WAITING_REGISTERS, _LOADING_REGISTERS = 56, 40  # of the producer; the consumer gets the rest
 _NUM_FIRST = 8  # arguments of the kernel before its descriptors
-_NUM_STREAMED = replay(num_streamed)
 _HALVES = (torch.float16, torch.bfloat16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -55,7 +52,6 @@ class HopperSpec(GemmSpec):
     """Of the consumer. The producer is one more."""
     num_stages: int
     out_by_tma: bool
-    streams: bool
     producer_registers: int
 
     @property
@@ -116,10 +112,9 @@ def launch_hopper(
     load_hopper(operands, launch, group, [spec])
     if load_only:
         return None
-    streams = spec.streams and bool(_NUM_STREAMED(launch.num_tiles, launch.num_programs - launch.num_feeders))
-    prepared = Prepared(operands, launch, turn, spec, streams)
+    prepared = Prepared(operands, launch)
     descriptors = _descriptors(operands, spec, turn if launch.role.gathers else None)
-    first, last, _partials = prepared.arguments(operands, turn)
+    first, last = prepared.arguments(operands, turn)
     with launching(group):
         compiled = _start(launch.num_programs, first, descriptors, last, launch.role, spec)
     if launch.trace is not None or not relaunchable(_gemm_hopper_kernel):
@@ -135,9 +130,7 @@ def load_hopper(operands: Operands, launch: Launch, group: Group | None, specs: 
     for spec in specs:
 
         def load(spec: HopperSpec = spec) -> None:
-            if spec.streams:
-                _flags(device)  # made now: not while a graph is captured
-            last = (0, 0, 0, table_of(None, device))
+            last = (0, table_of(None, device))
             _start(0, (0,) * _NUM_FIRST, _blank_descriptors(operands, spec, role), last, role, spec)
 
         load_once(device, (role.name, spec, launch.config), load, group)
@@ -149,7 +142,7 @@ def hopper_family(operands: Operands, launch: Launch) -> list[HopperSpec]:
     for aligned, by_tma in ((True, True), (True, False), (False, False)):
         plain = dataclasses.replace(_plain_spec(operands, launch), out_aligned=aligned)
         if not by_tma or _may_leave_by_tma(operands, launch.role):
-            found.append(_make_spec(plain, launch.config, by_tma, False, _waits(launch.role)))
+            found.append(_make_spec(plain, launch.config, by_tma, _waits(launch.role)))
     return found
 
 
@@ -164,11 +157,9 @@ def _start(
 class Prepared:
     """A launch of which all but the addresses is known."""
 
-    def __init__(self, operands: Operands, launch: Launch, turn: Turn | None, spec: HopperSpec, streams: bool) -> None:
+    def __init__(self, operands: Operands, launch: Launch) -> None:
         self._grid, self._trace = launch.num_programs, launch.trace
         self._num_rows, self._sizes = launch.num_rows, (operands.num_columns, operands.depth)
-        self._partial_bytes = 4 * spec.block_m * spec.block_n * launch.num_programs if streams else 0
-        self._flags = _flags(operands.x.device) if streams else None
         self._device = operands.x.device
         self._launcher: Launcher | None = None
 
@@ -179,19 +170,11 @@ class Prepared:
         self._shapes = [None if each is None else (tuple(each.shape), tuple(each.strides)) for each in (a, b, out)]
         self._rows = None if rows is None else Tile(rows.base.data_ptr(), tuple(rows.shape), tuple(rows.strides))
 
-    def arguments(
-        self, operands: Operands, turn: Turn | None
-    ) -> tuple[tuple[int, ...], tuple[Any, ...], torch.Tensor | None]:
-        """What goes before the descriptors, and what behind them; and what must not be freed before the launch."""
-        flags, partials = 0, None
-        if self._flags is not None:
-            flags = self._flags.take()
-        if flags:
-            # Once this is launched, the allocator gives it to nobody else before this stream is done with it.
-            partials = torch.empty(self._partial_bytes, dtype=torch.uint8, device=self._device)
+    def arguments(self, operands: Operands, turn: Turn | None) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        """What goes before the descriptors, and what behind them."""
         rows = rows_argument(operands, self._num_rows)
         first = (operands.x.data_ptr(), operands.out.data_ptr(), *side_addresses(operands), rows, *self._sizes)
-        return first, (flags, address(partials), address(self._trace), table_of(turn, self._device)), partials
+        return first, (address(self._trace), table_of(turn, self._device))
 
     def launch(self, operands: Operands, turn: Turn | None) -> None:
         """Queue it with these addresses."""
@@ -201,50 +184,8 @@ class Prepared:
             None if shape is None else Tile(address, *shape)
             for address, shape in zip(addresses, self._shapes, strict=True)
         )
-        first, last, _partials = self.arguments(operands, turn)
+        first, last = self.arguments(operands, turn)
         self._launcher.launch(self._grid, *first, a, self._rows, b, out, *last)
-
-
-class _Flags:
-    """Words by which the programs of a launch tell each other about partial sums. All 0, and set back by who read them.
-
-    Launches of one stream come one after the other, and share them. A launch that a CUDA graph repeats, on whatever
-    stream, keeps some for good. Room for the sums is not kept: torch's allocator knows when a stream, or a graph, is
-    done with it.
-    """
-
-    _NUM_STREAMS, _NUM_KEPT = 256, 4096
-
-    def __init__(self, device: torch.device) -> None:
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._stride = -(-4 * num_sms // 256) * 256
-        num_sets = self._NUM_STREAMS + self._NUM_KEPT
-        self._words = torch.zeros(num_sets * self._stride, dtype=torch.uint8, device=device)
-        # Other streams than this one will read them.
-        torch.cuda.current_stream(device).synchronize()
-        self._device, self._lock = device.index or 0, threading.Lock()
-        self._of_stream: dict[int, int] = {}
-        self._num_kept = 0
-
-    def take(self) -> int:
-        """Address of the next launch's; 0 if none are left, and no tile is to be cut."""
-        if torch.cuda.is_current_stream_capturing():
-            return self._keep()
-        stream = raw_stream(self._device)
-        with self._lock:
-            place = self._of_stream.setdefault(stream, len(self._of_stream))
-        return self._words.data_ptr() + place * self._stride if place < self._NUM_STREAMS else 0
-
-    def _keep(self) -> int:
-        """Address of some that nobody else will get."""
-        with self._lock:
-            if self._num_kept == self._NUM_KEPT:
-                return 0
-            self._num_kept += 1
-            return self._words.data_ptr() + (self._NUM_STREAMS + self._num_kept - 1) * self._stride
-
-
-_flags = functools.cache(_Flags)
 
 
 def make_hopper_spec(operands: Operands, launch: Launch, turn: Turn | None) -> HopperSpec:
@@ -254,8 +195,7 @@ def make_hopper_spec(operands: Operands, launch: Launch, turn: Turn | None) -> H
     # A tile may only be stored whole where it ends with its chunk, or with all rows.
     whole = turn is None or all(count % config.block_m == 0 for count in (*turn.plan.rows, turn.plan.chunk_rows))
     by_tma = whole and operands.groups is None and plain.out_aligned and _may_leave_by_tma(operands, role)
-    streams = config.streams and launch.may_stream and role.num_turns == 1
-    return _make_spec(plain, config, by_tma, streams, _waits(role))
+    return _make_spec(plain, config, by_tma, _waits(role))
 
 
 def _plain_spec(operands: Operands, launch: Launch) -> GemmSpec:
@@ -275,7 +215,7 @@ def _may_leave_by_tma(operands: Operands, role: Role) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _make_spec(plain: GemmSpec, config: GemmConfig, by_tma: bool, streams: bool, waits: bool) -> HopperSpec:
+def _make_spec(plain: GemmSpec, config: GemmConfig, by_tma: bool, waits: bool) -> HopperSpec:
     stage = (config.block_m + config.block_n) * _ROW_BYTES
     # Two pieces on their way out, or one that changes hands between threads.
     leaving = config.block_m * _PIECE * (plain.out_type.primitive_bitwidth // 8) * (2 if by_tma else 1)
@@ -284,7 +224,6 @@ def _make_spec(plain: GemmSpec, config: GemmConfig, by_tma: bool, streams: bool,
         num_warps=_num_warps(config),
         num_stages=min(_MAX_STAGES, (_SHARED_BYTES - leaving) // stage),
         out_by_tma=by_tma,
-        streams=streams,
         producer_registers=_WAITING_REGISTERS if waits else _LOADING_REGISTERS,
     )
 

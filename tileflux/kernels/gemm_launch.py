@@ -25,7 +25,6 @@ from tileflux.kernels.gemm_shared import (
     constants,
     fetches_tiles,
     is_virtual,
-    may_stream,
     num_programs,
     num_tiles,
     rows_argument,
@@ -104,14 +103,13 @@ def _plan(
         tiles = tiles + listed if role.combines else listed
     num_feeders, num_multipliers = num_programs(config, group, role, tiles, turn)
     return Launch(
-        role, config, num_rows, tiles, num_feeders, num_feeders + num_multipliers,
+        role, config, num_rows, num_feeders, num_feeders + num_multipliers,
         world_size=1 if turn is None or group is None else group.world_size,
         releases=releases,
         use_tma=_has_tma(device) and _fits_tma(operands, config) if use_tma is None else use_tma,
         fetches=turn is not None and fetches_tiles(group, config),
         records=current_recorder() is not None,
         trace=None if load_only else reserve(role, operands, config, turn, device),
-        may_stream=may_stream(group, turn) and groups is None,
     )  # fmt: skip
 
 

@@ -19,7 +19,6 @@ __all__ = [
     "constants",
     "fetches_tiles",
     "is_virtual",
-    "may_stream",
     "num_programs",
     "num_tiles",
     "rows_argument",
@@ -38,7 +37,6 @@ class Launch:
     config: GemmConfig
     num_rows: int
     """Of grouped rows, as many as there is room for."""
-    num_tiles: int
     num_feeders: int
     num_programs: int
     """Feeders and all."""
@@ -49,8 +47,6 @@ class Launch:
     """Programs take tiles as they come."""
     records: bool
     trace: torch.Tensor | None
-    may_stream: bool
-    """Every step is a tile, and nobody else's programs hold SMs that this launch's wait for."""
 
 
 def num_tiles(config: GemmConfig, role: Role, num_rows: int, num_columns: int, turn: Turn | None) -> int:
@@ -93,13 +89,6 @@ def shares_gpu(group: Group | None) -> bool:
 def fetches_tiles(group: Group | None, config: GemmConfig) -> bool:
     """Whether programs of a fused op fetch their tiles."""
     return config.fetches and shares_gpu(group)
-
-
-def may_stream(group: Group | None, turn: Turn | None) -> bool:
-    """Whether every step is a tile, and the SMs are this rank's alone."""
-    if shares_gpu(group):
-        return False
-    return turn is None or all(count == turn.plan.num_chunks * turn.plan.chunk_rows for count in turn.plan.rows)
 
 
 def is_virtual(group: Group | None) -> bool:

@@ -18,7 +18,7 @@ from triton import knobs
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
-__all__ = ["Kept", "Launcher", "Tile", "launch_step", "raw_stream", "relaunchable"]
+__all__ = ["Kept", "Launcher", "Tile", "launch_step", "relaunchable"]
 
 _KNOWS_LAUNCHER = triton.__version__.startswith("3.6.")
 _MAX_KEPT = 1024

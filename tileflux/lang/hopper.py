@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 __all__ = [
     "PIECE",
-    "add_partial",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -34,7 +33,6 @@ __all__ = [
     "span",
     "store_by_threads",
     "store_by_tma",
-    "store_partial",
     "sum_by_threads",
     "thread_numbers",
     "tma",
@@ -94,8 +92,6 @@ PIECE = gl.constexpr(64)
 """Columns of a tile that are stored at a time: 128 bytes of bf16, a row of TMA's swizzle."""
 
 _NUM_PIECE_BUFFERS = gl.constexpr(2)
-_SLIVER = gl.constexpr(8)
-"""Columns of a partial sum at a time: where they lie is kept in registers, beside the accumulator's."""
 
 
 @gluon.jit
@@ -174,36 +170,3 @@ def whole(left, right, like):
     """The tile of two ``halves``, laid out as ``like``."""
     LAYOUT: gl.constexpr = like.type.layout
     return gl.convert_layout(gl.join(left, right).permute((0, 2, 1)).reshape(like.shape), LAYOUT)
-
-
-@gluon.jit
-def store_partial(total, address):
-    """A tile of sums in fp32, for ``add_partial``."""
-    if total.shape[1] == _SLIVER:
-        gl.store(_partial(address, total), total)
-    else:
-        left, right = halves(total)
-        store_partial(left, address)
-        store_partial(right, address + total.shape[0] * total.shape[1] * 2)
-
-
-@gluon.jit
-def add_partial(total, address):
-    """``total`` plus what ``store_partial`` has left there."""
-    if total.shape[1] == _SLIVER:
-        result = total + gl.load(_partial(address, total))
-    else:
-        left, right = halves(total)
-        left = add_partial(left, address)
-        right = add_partial(right, address + total.shape[0] * total.shape[1] * 2)
-        result = whole(left, right, total)
-    return result
-
-
-@gluon.jit
-def _partial(address, like):
-    LAYOUT: gl.constexpr = like.type.layout
-    rows = gl.arange(0, like.shape[0], gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, like.shape[1], gl.SliceLayout(0, LAYOUT))
-    first = gl.multiple_of(address.to(gl.pointer_type(gl.float32)), 16)
-    return first + (rows[:, None] * like.shape[1] + columns[None, :])

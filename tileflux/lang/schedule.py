@@ -25,11 +25,8 @@ __all__ = [
     "arrival_order",
     "departure_order",
     "grouped",
-    "next_piece",
-    "num_streamed",
     "replay",
     "slab_order",
-    "streamed_part",
     "twice_order",
 ]
 
@@ -119,49 +116,6 @@ def _shard_order(step, first, num_shards, num_chunks, split, num_m, num_n, group
     m, n = grouped(index % (span * chunk_tiles), height, num_n, group_m)
     chunk = begin + together + m // num_m
     return (first + chunk // num_chunks) % num_shards, chunk % num_chunks, m % num_m, n, 0
-
-
-@triton.jit
-def num_streamed(num_steps, num_programs):
-    """Steps that are *streamed*, so that all programs end together: the last wave's, and those of one more."""
-    rest = num_steps % num_programs
-    count = rest * 0
-    if (rest > 0) & (num_steps > num_programs):
-        count = num_programs + rest
-    return count
-
-
-@triton.jit
-def streamed_part(program, num_programs, count, num_k):
-    """(first, end) of a program's part of the tiles that are streamed: cut along K too, all programs alike.
-
-    The first ``count`` steps, one to two for every program, are one long row of blocks of K, which programs share out
-    evenly. So a tile has one part or two. Who has the end of a tile but not its beginning comes to it first, and leaves
-    its sum to who has the beginning, which adds it to its own. That one has a later number: nobody waits for a program
-    that starts after it.
-    """
-    place = num_programs - 1 - program
-    num_blocks = count * num_k
-    return place * num_blocks // num_programs, (place + 1) * num_blocks // num_programs
-
-
-@triton.jit
-def next_piece(cursor, end, step, num_k, num_programs):
-    """(step, first and end of its blocks of K, then the new cursor and step) of a program's next piece of work.
-
-    First its streamed part, up to ``end``; then whole tiles, from ``step`` on.
-    """
-    this = step
-    first_k = 0
-    end_k = num_k
-    if cursor < end:
-        this = cursor // num_k
-        first_k = cursor % num_k
-        end_k = min(num_k, first_k + end - cursor)
-        cursor += end_k - first_k
-    else:
-        step += num_programs
-    return this, first_k, end_k, cursor, step
 
 
 def replay(order: Callable[..., Any]) -> Callable[..., Any]:

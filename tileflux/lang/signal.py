@@ -30,7 +30,6 @@ __all__ = [
     "SMID",
     "STORE_RELEASE",
     "arrive",
-    "await_neighbour",
     "clock_ns",
     "confirm",
     "count",
@@ -124,19 +123,6 @@ def count(counter):
     """Publish what this program has stored and count it. Whoever waits for the count sets it back."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release", scope="sys")
-
-
-@triton.jit
-def await_neighbour(flag):
-    """Return once another program of this launch has signalled ``flag``, and set it back to 0.
-
-    Without a deadline of its own: that program has started before this one, and before it signals it waits for nobody
-    of this launch; where it waits for another rank, that has a deadline.
-    """
-    seen = poll(flag, 1)
-    while seen == 0:
-        seen = poll(flag, 1)
-    tl.store(flag, 0)
 
 
 @triton.jit

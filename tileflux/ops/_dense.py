@@ -277,7 +277,7 @@ def config_from(text: str) -> GemmConfig | None:
     if not text:
         return None
     given: dict[str, Any] = dict(zip(_CONFIG_FIELDS, map(int, text.split()), strict=True))
-    switches = {name: bool(given[name]) for name in ("fetches", "hopper", "streams")}
+    switches = {name: bool(given[name]) for name in ("fetches", "hopper")}
     return GemmConfig(**{**given, **switches, "num_sms": given["num_sms"] or None})
 
 

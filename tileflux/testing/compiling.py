@@ -61,7 +61,7 @@ class Variant:
     is_virtual: bool
     shares_gpu: bool = False
     rows: tuple[int, ...] = (16,)
-    """By rank, as far as Hopper's loop cares: whether all are alike, and whether tiles come out even."""
+    """By rank, as far as Hopper's loop cares: whether tiles come out even."""
 
     def compile(self) -> None:
         """Compile it into Triton's cache, in a process that has called ``pretend``."""
@@ -109,7 +109,7 @@ def _variant(problem: GemmProblem, config: GemmConfig, role: str, world_size: in
         config, num_sms = dataclasses.replace(config, num_feeders=1), 0
     rows = (16,) * world_size
     # What neither loop asks is left as it is, so that variants that are alike are compiled once.
-    shares_gpu = (config.hopper or config.fetches) and role != "PLAIN" and problem.link == "same GPU"
+    shares_gpu = config.fetches and role != "PLAIN" and problem.link == "same GPU"
     if config.hopper and role != "PLAIN":
         rows = _typical_rows(problem, config)
     return Variant(
@@ -122,8 +122,7 @@ def _typical_rows(problem: GemmProblem, config: GemmConfig) -> tuple[int, ...]:
     """Rows by rank with which ``gemm_hopper_launch`` decides as with the problem's."""
     rows = split_rows(problem.m, problem.world_size)
     rest = 1 if any(count % config.block_m for count in rows) else 0
-    more = config.block_m if len(set(rows)) > 1 else 0
-    return (config.block_m + more + rest, *(config.block_m + rest for _ in rows[1:]))
+    return (config.block_m + rest,) * len(rows)
 
 
 def _fused_role(op: str, algorithm: str, group: Group) -> str:
@@ -154,7 +153,6 @@ def pretend(arch: int) -> None:
     replaced: list[tuple[Any, str, Any]] = [
         (gemm_hopper_launch, "_gemm_hopper_kernel", OnlyCompiled(vars(gemm_hopper_launch)["_gemm_hopper_kernel"])),
         (gemm_hopper_launch, "load_once", load),
-        (gemm_hopper_launch, "_flags", lambda device: None),
         (gemm_launch, "_gemm_kernel", OnlyCompiled(vars(gemm_launch)["_gemm_kernel"])),
         (gemm_launch, "load_once", load),
         (gemm_launch, "is_hopper", lambda device: arch == 90),

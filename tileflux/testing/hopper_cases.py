@@ -36,7 +36,6 @@ def hopper_config(block_m: int, block_n: int, dtype: torch.dtype = torch.bfloat1
         group_m=16,
         num_warps=4 if block_m == 64 else 8,
         hopper=True,
-        streams=True,
     )
 
 
@@ -58,9 +57,9 @@ def _spec(
     if (reason := why_not_hopper(operands, role, config)) is not None:
         raise ValueError(f"Hopper's loop does not take {role.name}: {reason}")
     launch = Launch(
-        role, config, num_rows=512, num_tiles=512, num_feeders=2 if role.feeds else 0, num_programs=132, fetches=False,
+        role, config, num_rows=512, num_feeders=2 if role.feeds else 0, num_programs=132, fetches=False,
         world_size=1 if role is PLAIN else _WORLD, releases=role not in (PLAIN, GATHERED, STAGE), use_tma=True,
-        records="recorded" in options, trace=None, may_stream="whole" not in options and groups is None,
+        records="recorded" in options, trace=None,
     )  # fmt: skip
     return make_hopper_spec(operands, launch, None)
 
@@ -79,7 +78,7 @@ def _case(
     kinds = f"{tile[0]}x{tile[1]}_{ELEMENTS[dtype]}_{ELEMENTS[out]}_{activation}_{options.replace(' ', '_')}"
     name = f"{role.name.replace(', ', '_').replace(' ', '_')}_{kinds}"
     setattr(SPECS, name, spec)
-    wide = ("a", "out", "bias", "scale_a", "scale_b", "flags", "partials", "trace", "rows")
+    wide = ("a", "out", "bias", "scale_a", "scale_b", "trace", "rows")
     signature = dict.fromkeys(wide, "i64") | dict.fromkeys(("N", "K"), "i32")
     signature |= {"table_ptr": "*i64"}
     constexprs: dict[str, object] = {
@@ -121,11 +120,11 @@ def _all_cases() -> tuple[CompileCase, ...]:
     fp8, fp32 = torch.float8_e4m3fn, torch.float32
     cases = [_case(PLAIN, tile) for tile in TILES]
     cases += [_case(role, tile) for role in (ARRIVING, STAGE) for tile in ((128, 256), (64, 128))]
-    cases += [_case(PLAIN, options=each) for each in ("kn", "whole", "recorded", "bias")]
+    cases += [_case(PLAIN, options=each) for each in ("kn", "recorded", "bias")]
     cases += [_case(role, options="recorded") for role in (ARRIVING, STAGE)]
-    cases += [_case(role, tile, options="whole") for role in (GATHER, SCATTER) for tile in ((128, 256), (64, 128))]
-    cases += [_case(SPREAD, tile, options="whole") for tile in ((64, 128), (64, 64))]
-    cases += [_case(SPREAD, (64, 128), options="whole recorded"), _case(GATHER, (64, 128))]
+    cases += [_case(role, tile) for role in (GATHER, SCATTER) for tile in ((128, 256), (64, 128))]
+    cases += [_case(SPREAD, tile) for tile in ((64, 128), (64, 64))]
+    cases += [_case(SPREAD, (64, 128), options="recorded")]
     cases += [_case(GATHERED), _case(PLAIN, out=fp32), _case(PLAIN, dtype=torch.float16, out=torch.float16)]
     cases += [_case(PLAIN, activation=each) for each in ("relu", "gelu", "silu")]
     cases += [_case(role, (128, 128), fp8) for role in (PLAIN, STAGE)]

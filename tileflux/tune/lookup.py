@@ -156,7 +156,7 @@ def grouped_tiles(problem: GemmProblem, usual: GemmConfig, block_m: int) -> Gemm
     rows = problem.m if block_m >= 128 else block_m
     plain = lookup(dataclasses.replace(problem, op="gemm", m=rows, world_size=1, link="")).config
     return dataclasses.replace(
-        plain, block_m=block_m, hopper=False, streams=False,
+        plain, block_m=block_m, hopper=False,
         num_feeders=usual.num_feeders, num_chunks=usual.num_chunks,
     )  # fmt: skip
 

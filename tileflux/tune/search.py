@@ -53,7 +53,7 @@ class Candidate:
         config = self.config
         chunks = f", {config.num_chunks} chunks" if config.num_chunks > 1 else ""
         tile = f" {config.block_m}x{config.block_n}x{config.block_k}" if self.strategy == "fused" else ""
-        switches = ", hopper" * config.hopper + ", streamed" * config.streams + ", fetched" * config.fetches
+        switches = ", hopper" * config.hopper + ", fetched" * config.fetches
         return f"{how}{tile}{switches}{chunks}"
 
 
@@ -128,7 +128,7 @@ def _tilings(problem: GemmProblem, usual: GemmConfig) -> Iterator[GemmConfig]:
     sizes = itertools.product(
         (16, 32, 64, 128, 256), (32, 64, 128, 256), (depth // 2, depth, 2 * depth), (4, 8), (3, 4, 5)
     )
-    fitting, triton = [], dataclasses.replace(usual, hopper=False, streams=False, group_m=8)
+    fitting, triton = [], dataclasses.replace(usual, hopper=False, group_m=8)
     for block_m, block_n, block_k, num_warps, num_stages in sizes:
         config = dataclasses.replace(
             triton, block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages
@@ -154,7 +154,7 @@ def _hopper_tilings(problem: GemmProblem, usual: GemmConfig) -> Iterator[GemmCon
         if block_m <= max(64, 2 * usual.block_m) and block_n < 2 * max(problem.n, 32):
             yield dataclasses.replace(
                 usual, block_m=block_m, block_n=block_n, block_k=128 // itemsize, group_m=16,
-                num_warps=num_warps, num_stages=4, hopper=True, streams=False,
+                num_warps=num_warps, num_stages=4, hopper=True,
             )  # fmt: skip
 
 
