@@ -182,7 +182,7 @@ def test_a_round_trip_takes_few_launches_and_none_of_torch(monkeypatch: pytest.M
     def launch_step(kernel: Any, *arguments: Any) -> None:
         names.append(kernel.fn.__name__)
 
-    def launch_rows(group: Group, op: str, kernel: Any, *arguments: Any, **settings: Any) -> None:
+    def launch_rows(group: Group, op: str, kernel: Any, *arguments: Any) -> None:
         names.append(kernel.fn.__name__)
 
     monkeypatch.setattr(arrivals, "launch_step", launch_step)
