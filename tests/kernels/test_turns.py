@@ -127,6 +127,37 @@ def test_views_lie_where_the_plan_says() -> None:
         assert found.shape == (5, 6)
 
 
+def test_calls_are_counted_by_op_until_a_graph_may_repeat_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[int, int]] = []
+    monkeypatch.setattr(turns, "write_flag", lambda word, value: written.append((word.data_ptr(), value)))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    groups = tileflux.local_groups(2)
+    small, _ = make_turns(groups, gather_shards("ag_gemm", (4, 4), 16, False, 1))
+    large, _ = make_turns(groups, gather_shards("ag_gemm", (600, 600), 16, False, 2))
+    other, _ = make_turns(groups, scatter_shards("gemm_rs", (4, 4), 8, 4, CONFIG, by_copies=True))
+    for here, index in ((small, 0), (large, 1), (other, 0), (small, 0)):
+        here.count_call()
+        here.announce(1, index)
+    places = [here.flag(1, index).data_ptr() for here, index in ((small, 0), (large, 1), (other, 0), (small, 0))]
+    assert written == list(zip(places, (1, 2, 1, 3), strict=True)), "the op's number, whatever the sizes"
+
+    def from_memory(here: Turn, value: int) -> None:
+        here.next.fill_(value)
+        here.count_call()
+        here.announce(1, 0)
+        assert here.flag(1, 0).item() == value
+
+    written.clear()
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        from_memory(small, 4)
+    from_memory(small, 7)  # it may have been replayed
+    from_memory(large, 8)
+    other.count_call()
+    other.announce(1, 0)
+    assert written == [(other.flag(1, 0).data_ptr(), 2)], "of the other op no graph knows"
+
+
 def test_words_lie_where_peers_and_kernels_look_for_them() -> None:
     groups = tileflux.local_groups(3)
     made = make_turns(groups, gather_shards("ag_gemm", (4, 4, 4), 16, False, 1))

@@ -42,7 +42,10 @@ def test_every_op_is_among_the_collectives() -> None:
     covered = {collective.name.split(",")[0] for collective in COLLECTIVES}
     dense = {"gemm", "ag_gemm", "gemm_rs", "gemm_ar"}  # their problems are in testing/dense.py
     experts = {"grouped_gemm", "Routing", "route", "moe_ag_gemm", "moe_gemm_rs", "moe_gemm_ar"}  # in testing/moe.py
-    assert covered | {"barrier"} | dense | experts == {name for name in ops.__all__ if not name.endswith("_reference")}
+    exchanges = {"Dispatched", "ep_dispatch", "ep_combine"}  # in tests/ops/ep_cases.py
+    assert covered | {"barrier"} | dense | experts | exchanges == {
+        name for name in ops.__all__ if not name.endswith("_reference")
+    }
 
 
 def test_inputs_differ_by_rank_and_repeat_by_seed() -> None:

@@ -73,7 +73,7 @@ def test_what_is_compiled_is_what_the_op_launches(
         yield
 
     monkeypatch.setattr(dense, "launch_gemm", note)
-    monkeypatch.setattr(dense, "turn", lambda group, plan: SimpleNamespace(plan=plan))
+    monkeypatch.setattr(dense, "turn", lambda group, plan: SimpleNamespace(plan=plan, count_call=lambda: None))
     monkeypatch.setattr(dense, "beside", nothing)
     for name in ("_load_steps", "_feed", "join", "_send_shard"):
         monkeypatch.setattr(dense, name, lambda *arguments: None)

@@ -274,3 +274,12 @@ def test_other_spans_are_tried_where_there_are_others_chunks() -> None:
     assert {each.config.span for each in refinements(H200, best)} == {1, 2, 4}
     two_ranks = dataclasses.replace(H200, world_size=2)
     assert {each.config.span for each in refinements(two_ranks, dataclasses.replace(best, config=GemmConfig()))} == {1}
+
+
+def test_ranks_that_share_a_gpu_try_fewer_programs_than_their_share() -> None:
+    best = Candidate("fused", "", rule(H200).config)
+    shared = dataclasses.replace(H200, link="same GPU", num_sms=33)
+    assert {each.config.num_sms for each in refinements(shared, best)} == {None, 31, 29, 25}
+    assert {each.config.num_sms for each in refinements(H200, best)} == {None}
+    few = dataclasses.replace(shared, num_sms=9)
+    assert {each.config.num_sms for each in refinements(few, best)} == {None}, "too few are left"

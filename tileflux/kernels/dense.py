@@ -270,7 +270,8 @@ def _feed(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | Non
 
 
 def _feed_by_copies(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None) -> None:
-    """As ``feed`` in ``lang/turn.py``. Flags are copies too, from memory: a CUDA graph would repeat a number."""
+    """As ``feed`` in ``lang/turn.py``."""
+    here.count_call()
     plan, rank, world_size = here.plan, group.rank, group.world_size
     first = plan.first_rows[rank]
     chunks = [(index, rows) for index in range(plan.num_chunks) if (rows := plan.chunk(rank, index))]
@@ -281,7 +282,7 @@ def _feed_by_copies(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Te
                 place = slice(first + rows.start, first + rows.stop)
                 here.scales_at(peer)[place].copy_(scale_x[rows.start : rows.stop], non_blocking=True)
             here.chunk_at(peer, index, x.dtype, x.shape[1]).copy_(cut, non_blocking=True)
-            here.flag(peer, index).copy_(here.next, non_blocking=True)
+            here.announce(peer, index)
 
 
 def _push_finished(group: Group, operands: Operands, config: GemmConfig, here: Turn) -> None:
@@ -303,6 +304,7 @@ def _copy_finished(group: Group, operands: Operands, rows: tuple[int, ...], stra
     plan = scatter_shards("gemm_rs", rows, out.shape[1], out.element_size(), pipelined_tiles(config), by_copies=True)
     here = turn(group, plan)
     _load_steps(group, here, operands)
+    here.count_call()
     steps.launch_open(here, world_size)
     opened = torch.cuda.current_stream(group.device).record_event()
     owners = [(rank + 1 + hop) % world_size for hop in range(world_size - 1)]
@@ -342,7 +344,7 @@ def _send_shard(here: Turn, owner: int, out: torch.Tensor) -> None:
     if here.plan.rows[owner]:
         shard = here.shard_to_send(owner, out.dtype, out.shape[1])
         here.shard_sent(owner, out.dtype, out.shape[1]).copy_(shard, non_blocking=True)
-        here.flag(owner, 0).copy_(here.next, non_blocking=True)
+        here.announce(owner, 0)
 
 
 def _own_part(operands: Operands, num_rows: int) -> Operands:

@@ -21,6 +21,7 @@ from tileflux.kernels.launch import DeviceTables
 from tileflux.kernels.prepared import Kept
 from tileflux.symm.group import Group
 from tileflux.symm.host_signal import HostWords, wrap
+from tileflux.symm.stream_copy import write_flag
 
 __all__ = ["ShardPlan", "Turn", "combine_shards", "gather_shards", "scatter_shards", "spread_shards", "turn"]
 
@@ -29,6 +30,7 @@ _MAX_TURNS = 1024
 _own: weakref.WeakKeyDictionary[Group, list[torch.Tensor]] = weakref.WeakKeyDictionary()
 _turns: weakref.WeakKeyDictionary[Group, dict[ShardPlan, Turn]] = weakref.WeakKeyDictionary()
 _tables: weakref.WeakKeyDictionary[Group, DeviceTables] = weakref.WeakKeyDictionary()
+_counts: weakref.WeakKeyDictionary[Group, dict[str, int | None]] = weakref.WeakKeyDictionary()
 
 Method = TypeVar("Method", bound=Callable[..., torch.Tensor])
 
@@ -189,6 +191,7 @@ class Turn:
         self.launches: Kept[Any] = Kept()
         """What ``launch_gemm`` keeps for the next call."""
         self._views: Kept[torch.Tensor] = Kept()
+        self._number: int | None = None
 
     @property
     def group(self) -> Group:
@@ -304,6 +307,29 @@ class Turn:
     def next(self) -> torch.Tensor:
         """The word that holds what flags of the running call are set to, once the call has been opened."""
         return self._control.view(dtype=torch.int32)[CONTROL.next : CONTROL.next + 1]
+
+    def count_call(self) -> None:
+        """A call begins whose flags are raised by ``announce``: all such calls of an op are counted, on the host.
+
+        A CUDA graph repeats calls that nobody counts. From the first capture on the numbers are in memory alone.
+        """
+        counts = _counts.setdefault(self.group, {})
+        number = counts.get(self.plan.op, 0)
+        if number is not None:
+            number = None if torch.cuda.is_current_stream_capturing() else number + 1
+        counts[self.plan.op] = self._number = number
+
+    def announce(self, owner: int, index: int) -> None:
+        """Raise this rank's flag at ``owner`` for chunk ``index``, behind what the current stream has copied there.
+
+        By a number where it is known: a copy of 4 bytes takes a turn of the copy engine, some 6 us in which the next
+        chunk does not leave.
+        """
+        word = self.flag(owner, index)
+        if self._number is None:
+            word.copy_(self.next, non_blocking=True)
+        else:
+            write_flag(word, self._number)
 
     @_made_once
     def ack(self, owner: int, peer: int) -> torch.Tensor:

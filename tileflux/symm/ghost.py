@@ -36,7 +36,7 @@ class GhostTransport(Transport):
             links=tuple("self" if peer == rank else "PCIe" for peer in range(world_size)),
             num_sms=device_info.num_sms(device),
         )
-        self._copier = StreamCopier(device, write=stream_write)
+        self._copier = StreamCopier(device)
         self._alarm = torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
     def allocate(self, nbytes: int) -> Segment:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from tileflux.symm.base import Copy, FlagWrite
 
-__all__ = ["StreamCopier"]
+__all__ = ["StreamCopier", "write_flag"]
 
 
 class _StreamCopy(Copy):
@@ -22,9 +20,8 @@ class _StreamCopy(Copy):
 class StreamCopier:
     """Copies in order on one side stream; the copy engine carries what crosses a link."""
 
-    def __init__(self, device: torch.device, write: Callable[[torch.Tensor, int], None] | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._write = write or _write_number
         self._stream: torch.cuda.Stream | None = None
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, signal: FlagWrite | None) -> Copy:
@@ -53,11 +50,19 @@ class StreamCopier:
         if isinstance(signal.value, torch.Tensor):
             signal.word.copy_(signal.value, non_blocking=True)
         else:
-            self._write(signal.word, signal.value)
+            write_flag(signal.word, signal.value)
 
 
-def _write_number(word: torch.Tensor, value: int) -> None:
-    # A stream memory operation: it needs no SM, unlike a copy within the device.
-    from tileflux.symm.cuda import write_flag
+def write_flag(word: torch.Tensor, value: int) -> None:
+    """Set one int32 word, on a GPU or pinned on the host, from the current stream, behind all that it has written.
 
-    write_flag(word, value)
+    A stream memory operation: it needs no SM, and no turn of a copy engine. A CUDA graph would repeat the number.
+    """
+    if word.is_cuda:
+        from tileflux.symm import cuda
+
+        cuda.write_flag(word, value)
+    else:
+        from tileflux.symm import ghost
+
+        ghost.stream_write(word, value)

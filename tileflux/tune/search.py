@@ -112,8 +112,11 @@ def refinements(problem: GemmProblem, best: Candidate) -> list[Candidate]:
     changes += [("group_m", each) for each in groups]
     if best.strategy == "fused" and problem.arch:
         changes += [("span", each) for each in (1, 2, 4) if each < problem.world_size]
-    if problem.link == "same GPU" and not best.config.hopper:
-        changes.append(("fetches", not best.config.fetches))
+    if problem.link == "same GPU":
+        if not best.config.hopper:
+            changes.append(("fetches", not best.config.fetches))
+        # Programs that nobody else's SM is wanted for: of as many as a rank's share some may begin late.
+        changes += [("num_sms", problem.num_sms - spare) for spare in (2, 4, 8) if problem.num_sms - spare >= 8]
     found = [dataclasses.replace(best, config=dataclasses.replace(best.config, **{name: v})) for name, v in changes]
     return [each for each in dict.fromkeys(found) if each != best]
 
