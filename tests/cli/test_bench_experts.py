@@ -79,6 +79,41 @@ def test_under_torchrun_experts_must_divide_among_its_ranks() -> None:
     assert first[2] == "tileflux bench: --ep 3 should divide the 2 ranks and the 6 experts\n" and second[1:] == ("", "")
 
 
+def test_tokens_there_and_back(tmp_path: Path) -> None:
+    """Of two shapes, neither of which divides; no product, so nothing to hide behind one."""
+    file = tmp_path / "a.json"
+    result = invoke("ep", "33", "27", "--experts", "4", "--top-k", "2", "--routing", "skewed", "--sweep", "m=33,65",
+                    "--where", "cpu", "--world", "2", "--iters", "2", "--json", str(file), "--csv", "-")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert [re.split(r"  +", row)[0] for row in rows_of(result.stderr)] == ["sequential", "torch", *OURS] * 2
+    assert "ep 33 x 27, E=4 top=2 skewed (auto takes fused)" in result.stderr
+    assert re.search(r"^T_index [\d.]+ .s$", result.stderr, re.MULTILINE) and "T_gemm" not in result.stderr
+    assert "T_index: finding out who goes where" in " ".join(result.stderr.split()) and "T_route" not in result.stderr
+    assert re.search(r"over sequential in the geometric mean", result.stderr.splitlines()[-1])
+    report = json.loads(file.read_text())
+    assert report["command"].startswith("tileflux bench ep 33 27 --where cpu --dtype float32 --iters 2 --world 2 ")
+    for case in report["cases"]:
+        assert case["n"] == 0 and case["parts"]["gemm"] is None and case["parts"]["route"]["seconds"] > 0
+        assert all(each["ect"] is each["limit_share"] is None for each in case["contenders"])
+    rows = list(csv.DictReader(io.StringIO(result.stdout)))
+    assert {row["m"] for row in rows} == {"33", "65"} and {(row["gemm"], row["comm"]) for row in rows} == {("", "")}
+
+
+def test_under_torchrun_every_rank_gets_as_many_experts() -> None:
+    first, second = launch("ep", "32", "24", "--experts", "5", "--top-k", "2")
+    assert (first[0], second[0]) == (2, 2)
+    assert first[2] == "tileflux bench: --experts 5 should be a multiple of the 2 ranks\n" and second[1:] == ("", "")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["local", "mps"])
+def test_tokens_there_and_back_on_a_gpu(where: str) -> None:
+    result = invoke("ep", "512", "256", "--experts", "8", "--top-k", "2", "--where", where, "--world", "4",
+                    "--iters", "3")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "ours fused" in [re.split(r"  +", row)[0] for row in rows_of(result.output)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("op", "where"),

@@ -86,8 +86,15 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         (["moe_gemm_rs", *MOE, "--strategy", "pipelined"], "moe_gemm_rs has no strategy pipelined; sequential, fused"),
         (
             ["ag_gemm", "8", "8", "8", "--experts", "4"],
-            "--experts is for moe_ag_gemm, moe_gemm_rs, grouped_gemm; ag_gem",
+            "--experts is for moe_ag_gemm, moe_gemm_rs, grouped_gemm, ep; ag_gem",
         ),
+        (["ep", *MOE], "ep needs M, the tokens of all ranks, and their width H, and nothing else"),
+        (["ep", *MOE[1:2], *MOE[3:]], "ep needs M, the tokens of all ranks, and their width H, and nothing else"),
+        (["ep", *MOE[1:], "--ep", "2"], "ep: every rank has whole experts of its own, as many as the others: no --ep"),
+        (["ep", *MOE[1:], "--world", "3"], "--experts 4 should be a multiple of the 3 ranks"),
+        (["ep", *MOE[1:], "--sweep", "n=1,2"], "--sweep n: ep has no N"),
+        (["ep", *MOE[1:], "--strategy", "pipelined"], "ep has no strategy pipelined; sequential, fused"),
+        (["ep", *MOE[1:], "--where", "ghost"], "and moe_ag_gemm, not ep; use --where mps"),
         (["ag_gemm", "8", "8", "8", "--routing", "skewed"], "--routing is for moe_ag_gemm"),
         (["ag_gemm", "--shapes", "moe"], "--shapes moe has nothing for ag_gemm; it is for moe_ag_gemm, moe_gemm_rs"),
         (["grouped_gemm", *MOE, "--world", "2"], "grouped_gemm is one rank's own product: no --world"),
@@ -247,6 +254,15 @@ def test_what_ops_of_experts_are_asked_for(
     )
     assert report["cases"][0]["mixture"] == dataclasses.asdict(mixtures[0])
     assert f"{op} 8 x 8 x 8, E=4 top=2 skewed (auto" in result.output
+
+
+def test_what_an_exchange_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    assert invoke("ep", *MOE[1:], "--where", "cpu", "--sweep", "k=8,16").exit_code == 0
+    given = ("float32", ("sequential", "fused", "auto"), None, Mixture(4, 2))
+    assert list(recorder.cases) == [BenchCase("ep", 8, 0, width, *given) for width in (8, 16)]
+    assert invoke("ep", "--shapes", "mixtral", "--sweep", "m=512", "--where", "cpu").exit_code == 0
+    assert [(case.m, case.n, case.k, case.mixture) for case in recorder.cases] == [(512, 0, 4096, Mixture(8, 2))]
 
 
 def test_strategies_are_taken_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

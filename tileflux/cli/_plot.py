@@ -115,7 +115,8 @@ def _bars_of_times(axes: Any, result: CaseResult, colours: dict[str, str]) -> No
     errors = [1e3 * timing.seconds * timing.spread for timing in result.contenders]
     bars = axes.bar(names, times, yerr=errors, color=[colours[name] for name in names], capsize=3)
     axes.bar_label(bars, fmt="%.3g", fontsize=8, padding=2)
-    axes.axhline(1e3 * result.gemm.seconds, color="black", linestyle="--", label="T_gemm")
+    if result.gemm.seconds:
+        axes.axhline(1e3 * result.gemm.seconds, color="black", linestyle="--", label="T_gemm")
     if result.comm is not None:
         axes.axhline(1e3 * result.comm.seconds, color="black", linestyle=":", label="T_comm")
     axes.set_ylabel("time of one call, ms")

@@ -33,9 +33,8 @@ _LEGEND_OF_OVERLAP = (
     " ECT: exposed communication, total less T_gemm. hidden: share of T_comm that is not exposed. limit: the longer of "
     "T_gemm and T_comm."
 )
-
-
 _LEGEND_OF_ROUTING = " T_route: what makes the routing, which everybody here is given."
+_LEGEND_OF_INDEX = " T_index: finding out who goes where and who has come, which is in everybody's time."
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def _merge_one(case: BenchCase, world_size: int, times: Sequence[RankTimes]) -> 
     contenders = sorted((timings[name] for name in names if name not in (*_PARTS, _APART)), key=_place)
     result = CaseResult(
         case.op, case.m, case.n, case.k, world_size, case.dtype,
-        timings["gemm"], timings.get("comm"), timings.get("beside"),
+        timings.get("gemm", Timing("gemm", 0.0, 0.0)), timings.get("comm"), timings.get("beside"),
         tuple(contenders), tuple(skipped.items()), times[0].auto, case.variant, timings.get(_APART),
     )  # fmt: skip
     return Measured(case, result, (), rounds)
@@ -118,7 +117,8 @@ def show(console: Console, measured: Sequence[Measured]) -> None:
     for each in measured:
         result, case = each.result, each.case
         console.print()
-        heading = f"[bold]{case.op} {case.m} x {case.n} x {case.k}[/]" + (f", {case.variant}" if case.variant else "")
+        sizes = " x ".join(str(size) for size in (case.m, case.n, case.k) if size)
+        heading = f"[bold]{case.op} {sizes}[/]" + (f", {case.variant}" if case.variant else "")
         if result is None:
             console.print(f"{heading}: [bold red]WRONG[/], so no times: {escape(each.problems[0])}", soft_wrap=True)
             continue
@@ -132,13 +132,15 @@ def show(console: Console, measured: Sequence[Measured]) -> None:
     rounds = count_rounds([each.num_rounds for each in measured if each.result is not None])
     legend = [_LEGEND.format(rounds) + (_LEGEND_OF_OVERLAP if moves else "")] if results else []
     if any(result.route is not None for result in results.values()):
-        legend[0] += _LEGEND_OF_ROUTING
+        legend[0] += _LEGEND_OF_ROUTING if any(each.multiplies for each in results.values()) else _LEGEND_OF_INDEX
     unsteady = _unsteady_notes(dict(zip(names, measured, strict=True)))
     for note in [*_skipped_notes(results), *_auto_notes(results), *unsteady, *legend]:
         console.print(escape(note), style="dim", width=min(80, console.width))
 
 
 def _parts_text(result: CaseResult) -> str:
+    if not result.multiplies and result.route is not None:
+        return f"T_index {_time(result.route.seconds)}"
     parts = [f"T_gemm {_time(result.gemm.seconds)}"]
     if result.comm is not None:
         parts.append(f"T_comm {_time(result.comm.seconds)}")
@@ -154,7 +156,7 @@ def _table(result: CaseResult, with_heading: bool) -> Table:
     moves = result.comm is not None
     table.add_column("\nwhat", width=15, no_wrap=True)
     headings = [("total\nms", 8), *([("ECT\nms", 7), ("\nhidden", 7), ("limit/\ntotal", 6)] if moves else [])]
-    rivals = BASELINES if moves else ("torch",)
+    rivals = BASELINES if moves else ("torch",) if result.multiplies else ("sequential", "torch")
     for heading, width in [*headings, *((f"over\n{_SHORT[name]}", 5) for name in rivals), ("\nspread", 6)]:
         table.add_column(heading, width=width, justify="right", no_wrap=True)
     best = min((timing.seconds for timing in result.contenders), default=0.0)
@@ -212,7 +214,7 @@ def labels(cases: Sequence[BenchCase | CaseResult]) -> list[str]:
     """What tells each case from the others: M, N and K as far as they differ, and its variant if that does."""
     axes = [axis for axis in ("m", "n", "k") if len({getattr(case, axis) for case in cases}) > 1]
     differ = len({case.variant for case in cases}) > 1
-    axes = axes if axes or differ else ["m", "n", "k"]
+    axes = axes if axes or differ else [axis for axis in ("m", "n", "k") if getattr(cases[0], axis)] if cases else []
     ends = [f" {case.variant}" if differ else "" for case in cases]
     texts = [" ".join(f"{axis.upper()}={getattr(case, axis)}" for axis in axes) for case in cases]
     return [(text + end).strip() for text, end in zip(texts, ends, strict=True)]
@@ -226,7 +228,7 @@ def sentence(results: Sequence[CaseResult]) -> str:
     if len(verdict.duels) == 1:
         return _one_shape(verdict.duels[0])
     names = dict(zip([id(each) for each in results], labels(results), strict=True))
-    if all(each.comm is None and each.find("torch") for each in results):
+    if all(each.multiplies and each.comm is None and each.find("torch") for each in results):
         return _products(verdict, names)
     won, level, lost = (
         [duel for duel in verdict.duels if getattr(duel, kind)] for kind in ("is_won", "is_level", "is_lost")
@@ -310,7 +312,9 @@ def _case_json(each: Measured) -> dict[str, Any]:
         "skipped": dict(result.skipped),
         "limit": result.limit,
         "parts": {
-            name: None if timing is None else {**_timing_json(timing), "rounds": each.rounds[name]}
+            name: None
+            if timing is None or not timing.seconds
+            else {**_timing_json(timing), "rounds": each.rounds[name]}
             for name, timing in parts.items()
         },
         "contenders": [
@@ -326,9 +330,9 @@ def _timing_json(timing: Timing) -> dict[str, Any]:
 
 def _derived(result: CaseResult, timing: Timing) -> dict[str, float | None]:
     return {
-        "ect": result.ect(timing),
+        "ect": result.ect(timing) if result.multiplies else None,
         "hidden": result.hidden(timing),
-        "limit_share": result.limit / timing.seconds,
+        "limit_share": result.limit / timing.seconds if result.limit else None,
         **{f"over_{name}": result.over(name, timing) for name in BASELINES},
     }
 
@@ -338,7 +342,8 @@ def as_csv(session: Session, measured: Sequence[Measured]) -> str:
     lines: list[dict[str, Any]] = []
     for each in measured:
         if (result := each.result) is not None:
-            parts = {name: getattr(result, name) for name in (*_PARTS, _APART)}
+            timed = {name: getattr(result, name) for name in (*_PARTS, _APART)}
+            parts = {name: timing if timing is not None and timing.seconds else None for name, timing in timed.items()}
             for timing in result.contenders:
                 lines.append(
                     {

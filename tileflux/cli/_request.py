@@ -49,9 +49,11 @@ class Op(enum.StrEnum):
     MOE_AG_GEMM = "moe_ag_gemm"
     MOE_GEMM_RS = "moe_gemm_rs"
     GROUPED_GEMM = "grouped_gemm"
+    EP = "ep"
 
 
-WITH_EXPERTS = (Op.MOE_AG_GEMM, Op.MOE_GEMM_RS, Op.GROUPED_GEMM)
+WITH_EXPERTS = (Op.MOE_AG_GEMM, Op.MOE_GEMM_RS, Op.GROUPED_GEMM, Op.EP)
+_WITHOUT_PIPELINED = (Op.MOE_GEMM_RS, Op.EP)
 _ALONE = (Op.GEMM, Op.GROUPED_GEMM)
 _PLAYED = (Op.AG_GEMM, Op.GEMM_RS, Op.MOE_AG_GEMM)
 
@@ -153,7 +155,7 @@ class Request:
         """The rest of it where only a launcher's ranks get to know how many they are."""
         for case in self.cases:
             if case.mixture is not None:
-                _check_mixture(case.mixture, world_size)
+                _check_mixture(case.mixture, world_size, everybody=case.op == Op.EP)
 
     @property
     def command(self) -> str:
@@ -231,9 +233,9 @@ def _strategies(options: Options) -> tuple[str, ...]:
         if options.strategy:
             raise ValueError(f"{options.op} has no strategies: it is one kernel")
         return ()
-    if options.op is Op.MOE_GEMM_RS and Strategy.PIPELINED in wanted:
+    if options.op in _WITHOUT_PIPELINED and Strategy.PIPELINED in wanted:
         if options.strategy:
-            raise ValueError("moe_gemm_rs has no strategy pipelined; sequential, fused and auto are there")
+            raise ValueError(f"{options.op} has no strategy pipelined; sequential, fused and auto are there")
         return tuple(each for each in wanted if each != Strategy.PIPELINED)
     return wanted
 
@@ -243,7 +245,7 @@ def _words_of_experts(options: Options) -> list[str]:
     if options.op not in WITH_EXPERTS:
         return []
     words = [] if options.experts is None else ["--experts", str(options.experts), "--top-k", str(options.top_k)]
-    words += [] if options.op is Op.GROUPED_GEMM else ["--ep", str(options.ep or 1)]
+    words += [] if options.op in (Op.GROUPED_GEMM, Op.EP) else ["--ep", str(options.ep or 1)]
     return [*words, "--routing", options.routing or RoutingKind.UNIFORM]
 
 
@@ -257,9 +259,11 @@ def _shapes(options: Options, world_size: int) -> list[tuple[tuple[int, int, int
         raise ValueError(f"--host times the dense ops, not {options.op}")
     if options.op is Op.GROUPED_GEMM and options.ep is not None:
         raise ValueError("grouped_gemm is one rank's own product: no --ep")
+    if options.op is Op.EP and options.ep is not None:
+        raise ValueError("ep: every rank has whole experts of its own, as many as the others: no --ep")
     found = _sizes_with_experts(options)
     for _, mixture in found:
-        _check_mixture(mixture, world_size)
+        _check_mixture(mixture, world_size, everybody=options.op is Op.EP)
     if options.op is Op.GROUPED_GEMM:
         return [(size, dataclasses.replace(each, is_picked=picked)) for size, each in found for picked in (False, True)]
     return list(found)
@@ -294,12 +298,15 @@ def _sizes_with_experts(options: Options) -> list[tuple[tuple[int, int, int], Mi
     return list(dict.fromkeys(found))  # type: ignore[arg-type]
 
 
-def _check_mixture(mixture: Mixture, world_size: int) -> None:
+def _check_mixture(mixture: Mixture, world_size: int, everybody: bool) -> None:
+    """``everybody``: experts are shared out among all ranks, whole."""
     num_experts, top_k, ep_size = mixture.num_experts, mixture.top_k, mixture.ep_size
     if num_experts > MAX_EXPERTS:
         raise ValueError(f"--experts {num_experts}: there may be {MAX_EXPERTS} at most")
     if top_k > num_experts:
         raise ValueError(f"--top-k {top_k}: a token cannot choose more than the {num_experts} experts there are")
+    if everybody and world_size and num_experts % world_size:
+        raise ValueError(f"--experts {num_experts} should be a multiple of the {world_size} ranks")
     if world_size % ep_size or num_experts % ep_size:
         ranks = f"{world_size} ranks and the " if world_size else ""
         raise ValueError(f"--ep {ep_size} should divide the {ranks}{num_experts} experts")
@@ -320,6 +327,8 @@ def _sizes(options: Options) -> list[tuple[int, int, int]]:
     axes, op = parse_sweeps(options.sweep), options.op.value
     named = dict(zip("mnk", options.sizes, strict=True))
     if options.shapes is None:
+        if options.op is Op.EP:
+            named = _sizes_of_exchange(options)
         if missing := [axis.upper() for axis, size in named.items() if size is None]:
             raise ValueError(f"{op} needs M, N and K, or --shapes; {', '.join(missing)} missing")
         lists = [axes.get(axis, [size or 0]) for axis, size in named.items()]
@@ -331,6 +340,16 @@ def _sizes(options: Options) -> list[tuple[int, int, int]]:
         others = dict.fromkeys(name for entry in known for name in entry.ops) or WITH_EXPERTS
         raise ValueError(f"--shapes {options.shapes} has nothing for {op}; it is for {', '.join(others)}")
     return list(dict.fromkeys((m, entry.n, entry.k) for entry in entries for m in swept or [entry.m]))
+
+
+def _sizes_of_exchange(options: Options) -> dict[str, int | None]:
+    """Tokens and their width; there is no N."""
+    tokens, width, rest = options.sizes
+    if tokens is None or width is None or rest is not None:
+        raise ValueError("ep needs M, the tokens of all ranks, and their width H, and nothing else; or --shapes")
+    if "n" in parse_sweeps(options.sweep):
+        raise ValueError("--sweep n: ep has no N; m are tokens, and k is their width")
+    return {"m": tokens, "n": 0, "k": width}
 
 
 def parse_sweeps(texts: Sequence[str]) -> dict[str, list[int]]:

@@ -128,7 +128,8 @@ def bench(
     """Time an op against plain baselines and torch, after checking every result.
 
     M, N and K are of the whole product: ranks divide N for ag_gemm and moe_ag_gemm, and K for the others. Of ops of
-    experts M is the number of tokens, and N and K are an expert's.
+    experts M is the number of tokens, and N and K are an expert's; ep, which sends tokens to their experts' ranks and
+    back, takes M and the width of a token.
     A wrong result gets no time, and the exit status is 1. How to read the table is in docs/bench.md.
 
     \b
@@ -137,6 +138,7 @@ def bench(
       tileflux bench gemm_rs 4096 8192 28672 --sweep m=512:8192
       tileflux bench gemm_ar --shapes decode --csv decode.csv
       tileflux bench moe_ag_gemm 8192 14336 4096 --experts 8 --top-k 2
+      tileflux bench ep 512 7168 --experts 64 --top-k 8 --where mps
       tileflux bench ag_gemm 256 512 512 --where cpu --link 1GB/s,50us
       tileflux bench ag_gemm 512 49152 12288 --where mps --host
       torchrun --nproc-per-node 8 -m tileflux bench gemm_rs --shapes flux

@@ -50,10 +50,14 @@ def gather_rows(group: Group, op: str, rows, positions, weights, sent, arrived, 
         rows_host.gather_rows(group, op, plan, rows, positions, weights, sent, arrived, out)
         return
     tensors = (rows, positions, weights, sent, arrived, out)
-    launch_rows(group, op, _gather_kernel, plan, tensors, positions.shape[1], ELEMENT=ELEMENTS[out.dtype], BLOCK=BLOCK)
+    launch_rows(group, op, _gather_kernel, plan, tensors, positions.shape[1], (ELEMENTS[out.dtype],), BLOCK)
 
 
-@triton.jit(do_not_specialize=("rows", "positions", "weights", "sent", "arrived", "out", "op", "top_k"))
+@triton.jit(
+    do_not_specialize=(
+        "rows", "positions", "weights", "sent", "arrived", "out", "op", "top_k", "boxes_ptr", "guard_ptr", "table_ptr",
+    )
+)  # fmt: skip
 def _gather_kernel(
     rows: tl.int64,
     positions: tl.int64,
@@ -61,11 +65,11 @@ def _gather_kernel(
     sent: tl.int64,
     arrived: tl.int64,
     out: tl.int64,
-    table_ptr,
-    boxes_ptr,
-    guard_ptr,
     op: tl.int32,
     top_k: tl.int32,
+    boxes_ptr,
+    guard_ptr,
+    table_ptr,
     ELEMENT: tl.constexpr,
     WORLD: tl.constexpr,
     LANES: tl.constexpr,

@@ -26,7 +26,7 @@ from tileflux.kernels.prepared import launch_step
 from tileflux.lang.remote import typed
 from tileflux.symm.group import Group
 
-__all__ = ["launch_pack", "launch_route", "load_route"]
+__all__ = ["WEIGHT_TYPES", "chosen", "launch_pack", "launch_route", "load_route", "num_before"]
 
 _BLOCK = 256
 """Choices that one program places: each is compared with all before it."""
@@ -34,7 +34,7 @@ _SCAN_ROWS, _SCAN_COLUMNS = 128, 16
 _COPY = 1024
 _NUM_WARPS = 8
 
-_WEIGHT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+WEIGHT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 _TILES_BEGIN, _TILE_WORDS = tl.constexpr(GROUPS.tiles), tl.constexpr(GROUPS.tile_words)
 
@@ -45,7 +45,7 @@ def launch_pack(group: Group, expert_ids: torch.Tensor, weights: torch.Tensor, n
     """``[tokens, 2 k]``, int32: choices, with -1 or ``num_experts`` for those that are nobody's; then weights' bits."""
     num_tokens, top_k = expert_ids.shape
     weights = weights.detach().resolve_neg()
-    if weights.dtype not in _WEIGHT_TYPES:
+    if weights.dtype not in WEIGHT_TYPES:
         weights = weights.float()
     packed = torch.empty((num_tokens, 2 * top_k), dtype=torch.int32, device=expert_ids.device)
     arguments = (
@@ -101,7 +101,7 @@ def load_route(
     if on_host(group):
         return
     constants = (group.world_size, padded(num_experts), _BLOCK)
-    kind = weights.dtype if weights.dtype in _WEIGHT_TYPES else torch.float32
+    kind = weights.dtype if weights.dtype in WEIGHT_TYPES else torch.float32
     table = group.guard.table  # any of the device
     words = table.view(torch.int32)
 
@@ -117,7 +117,7 @@ def load_route(
 
 
 def _pack(grid, arguments, id_type, weight_type):
-    launch_step(_pack_kernel, grid, arguments, (INTEGERS[id_type], _WEIGHT_TYPES[weight_type], _COPY), _NUM_WARPS)
+    launch_step(_pack_kernel, grid, arguments, (INTEGERS[id_type], WEIGHT_TYPES[weight_type], _COPY), _NUM_WARPS)
 
 
 def _count(grid, arguments, constants):
@@ -197,10 +197,24 @@ def _block_of(block, stages_ptr, WORLD: tl.constexpr):
 
 
 @triton.jit
-def _chosen(packed, slots, end, top_k):
-    """The experts of slots before ``end``; of others -1."""
-    at = (slots // top_k).to(tl.int64) * (2 * top_k) + slots % top_k
+def chosen(packed, pitch, slots, end, top_k):
+    """The experts of slots before ``end``; of others -1. ``pitch``: words of a token."""
+    at = (slots // top_k).to(tl.int64) * pitch + slots % top_k
     return tl.load(typed(packed, tl.int32, False) + at, mask=slots < end, other=-1)
+
+
+@triton.jit
+def num_before(packed, pitch, ids, first, end, top_k, BLOCK: tl.constexpr):
+    """Of each of a block's choices ``ids``, how many before it in the block are of the same expert."""
+    PART: tl.constexpr = 32
+    lanes = tl.arange(0, BLOCK)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, BLOCK, PART):
+        others = begin + tl.arange(0, PART)
+        theirs = chosen(packed, pitch, first + others, end, top_k)
+        is_before = (theirs[None, :] == ids[:, None]) & (others[None, :] < lanes[:, None])
+        before += tl.sum(is_before.to(tl.int32), 1)
+    return before
 
 
 @triton.jit(do_not_specialize=("packed", "counts", "top_k", "first_expert", "num_experts", "num_sets", "stages_ptr"))
@@ -220,7 +234,7 @@ def _count_kernel(
     block = tl.program_id(0)
     number, first, end = _block_of(block, stages_ptr, WORLD)
     slots = first + number * BLOCK + tl.arange(0, BLOCK)
-    ids = _chosen(packed, slots, end, top_k)
+    ids = chosen(packed, 2 * top_k, slots, end, top_k)
     local = ids - first_expert
     row = typed(counts, tl.int32, False) + block.to(tl.int64) * (num_experts + num_sets)
     experts = tl.arange(0, EXPERTS)
@@ -333,17 +347,11 @@ def _place_rows(
     num_experts, capacity, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The rows of a block's choices: behind those of earlier blocks, and of earlier choices of the same expert."""
-    PART: tl.constexpr = 32
-    lanes = tl.arange(0, BLOCK)
-    slots = first + lanes
-    local = _chosen(packed, slots, end, top_k) - first_expert
+    slots = first + tl.arange(0, BLOCK)
+    ids = chosen(packed, 2 * top_k, slots, end, top_k)
+    before = num_before(packed, 2 * top_k, ids, first, end, top_k, BLOCK)
+    local = ids - first_expert
     is_here = (local >= 0) & (local < num_experts)
-    before = tl.zeros((BLOCK,), tl.int32)
-    for begin in range(0, BLOCK, PART):
-        others = begin + tl.arange(0, PART)
-        theirs = _chosen(packed, first + others, end, top_k) - first_expert
-        is_before = (theirs[None, :] == local[:, None]) & (others[None, :] < lanes[:, None])
-        before += tl.sum(is_before.to(tl.int32), 1)
     expert = tl.where(is_here, local, 0)
     rows = tl.gather(firsts, expert, 0) + tl.load(of_block + expert) + before
     fits = is_here & (rows < capacity)

@@ -55,6 +55,7 @@ _MODULES = (
     "tileflux.kernels.lists",
     "tileflux.kernels.index",
     "tileflux.kernels.choices",
+    "tileflux.kernels.arrivals",
 )
 """From the bottom up, so that a function comes after what it calls. New ones at the end: the keys of others stay."""
 

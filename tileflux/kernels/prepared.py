@@ -87,15 +87,20 @@ def relaunchable(kernel: Any) -> bool:
     return not (_has_calls(knobs.runtime.launch_enter_hook) or _has_calls(knobs.runtime.launch_exit_hook))
 
 
-def launch_step(kernel: Any, grid: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int) -> None:
-    """Launch a kernel of which nothing but constants makes a variant: arguments first, the last of them its table."""
+def launch_step(
+    kernel: Any, grid: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int, **options: int
+) -> None:
+    """Launch a kernel of which nothing but constants makes a variant: arguments first, the last of them its table.
+
+    ``options`` for the compiler are always the same for a kernel.
+    """
     table: torch.Tensor = arguments[-1]
     key = (id(kernel), table.device, constants)
     known = _steps.get(key)
     if known is not None and relaunchable(kernel):
         known.launch(grid, *arguments)
         return
-    compiled = kernel[(grid,)](*arguments, *constants, num_warps=num_warps)
+    compiled = kernel[(grid,)](*arguments, *constants, num_warps=num_warps, **options)
     if relaunchable(kernel):
         _steps.keep(key, Launcher(compiled, table.device.index or 0, constants))
 

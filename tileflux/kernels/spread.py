@@ -13,8 +13,9 @@ import triton.language as tl
 
 from tileflux.config import GUARD, ROWS
 from tileflux.kernels import rows_host
-from tileflux.kernels.launch import DeviceTables, launch_settings, on_host
+from tileflux.kernels.launch import BLOCK, MAX_REGISTERS, NUM_WARPS, DeviceTables, on_host
 from tileflux.kernels.loading import launching, load_once
+from tileflux.kernels.prepared import launch_step
 from tileflux.kernels.rows_plan import plan_rows
 from tileflux.lang.mailbox import (
     acquire_slot,
@@ -69,30 +70,38 @@ def spread_rows(group: Group, op: str, x, notes, sent, sizes, out, out_notes, ar
         rows_host.spread_rows(group, op, plan, x, notes, sent, out, out_notes, arrived, received)
         return
     tensors = (x, notes, sent, out, out_notes, arrived, received)
-    launch_rows(group, op, _spread_kernel, plan, tensors, len(out))
+    launch_rows(group, op, _spread_kernel, plan, tensors, len(out), (), BLOCK)
 
 
-def launch_rows(group: Group, op: str, kernel, plan, tensors, number: int, **settings) -> None:
-    """Queue ``kernel`` on the current stream, with a program for each lane of ``plan``."""
+def launch_rows(group: Group, op: str, kernel, plan, tensors, number: int, types, block: int) -> None:
+    """Queue ``kernel``, compiled for ``types``, on the current stream, with a program for each lane of ``plan``."""
     tables = _tables.get(group)
     if tables is None:
         tables = _tables[group] = DeviceTables(group.device, ROWS.num_words(group.world_size))
     addresses = [each.data_ptr() for each in tensors]
-    rest = (group.mailbox.table, group.guard.table, group.guard.op_number(op), number)
-    settings = launch_settings(group) | settings
+    rest = (group.guard.op_number(op), number, group.mailbox.table, group.guard.table)
+    constants = (*types, group.world_size, group.config.num_lanes, group.config.slot_bytes, block)
+
+    def launch(grid: int, table) -> None:
+        launch_step(kernel, grid, (*addresses, *rest, table), constants, NUM_WARPS, maxnreg=MAX_REGISTERS)
 
     def load() -> None:
         # Nobody's tokens on the way back: there is no step, and no rank to wait for.
         nothing = plan_rows((0,) * group.world_size, 0, None, group.config)
-        kernel[(1,)](*addresses, tables.find(nothing, lambda: nothing.words), *rest, **settings)
+        launch(1, tables.find(nothing, lambda: nothing.words))
 
-    load_once(group.device, ("rows", plan.has_head, *settings.items()), load, group)
+    load_once(group.device, ("rows", plan.has_head, *constants), load, group)
     table = tables.find(plan, lambda: plan.words)
     with launching(group):
-        kernel[(plan.num_lanes,)](*addresses, table, *rest, **settings)
+        launch(plan.num_lanes, table)
 
 
-@triton.jit(do_not_specialize=("x", "notes", "sent", "out", "out_notes", "arrived", "received", "op", "capacity"))
+@triton.jit(
+    do_not_specialize=(
+        "x", "notes", "sent", "out", "out_notes", "arrived", "received", "op", "capacity", "boxes_ptr", "guard_ptr",
+        "table_ptr",
+    )
+)  # fmt: skip
 def _spread_kernel(
     x: tl.int64,
     notes: tl.int64,
@@ -101,11 +110,11 @@ def _spread_kernel(
     out_notes: tl.int64,
     arrived: tl.int64,
     received: tl.int64,
-    table_ptr,
-    boxes_ptr,
-    guard_ptr,
     op: tl.int32,
     capacity: tl.int32,
+    boxes_ptr,
+    guard_ptr,
+    table_ptr,
     WORLD: tl.constexpr,
     LANES: tl.constexpr,
     SLOT_BYTES: tl.constexpr,

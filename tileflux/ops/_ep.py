@@ -11,16 +11,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tileflux.kernels.arrivals import launch_addresses, launch_arrivals, launch_pick, load_arrivals
 from tileflux.kernels.copy import move
 from tileflux.kernels.gather import gather_rows
 from tileflux.kernels.groups import sort_rows, sources_of, sum_choices
+from tileflux.kernels.launch import on_host
 from tileflux.kernels.loading import load_once
 from tileflux.kernels.plan import gather_plan, reduce_plan
 from tileflux.kernels.reduce import reduce
 from tileflux.kernels.spread import spread_rows
 from tileflux.ops._call import REDUCIBLE, begin, dense, guarded
 from tileflux.ops._library import register
-from tileflux.ops.routing import raise_if_missing, readable
+from tileflux.ops.routing import raise_if_missing
 from tileflux.symm.group import Group, group_by_name
 
 __all__ = [
@@ -31,7 +33,6 @@ __all__ = [
     "check_strategy",
     "combine",
     "identity",
-    "num_missing",
     "spread",
 ]
 
@@ -85,7 +86,7 @@ class Dispatched:
 
     def row_scales(self) -> torch.Tensor | None:
         """``[capacity * k]``: the scale of each sorted row."""
-        return None if self.scales is None else self.scales[self.row_tokens.long()]
+        return None if self.scales is None else _pick(self.scales, self.row_tokens)
 
     def ensure_fits(self) -> None:
         """Raise ``CapacityExceeded`` if it is known by now that tokens were left out."""
@@ -110,7 +111,10 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True)
 class Choices:
-    """What is made of choices by torch's functions, before they are sent and after they have come."""
+    """What is made of choices before they are sent and after they have come.
+
+    On a GPU by kernels (``kernels/arrivals.py``); by torch's functions on the host, and where tests compare.
+    """
 
     group: Group
     num_experts: int
@@ -121,6 +125,21 @@ class Choices:
     @property
     def _num_each(self) -> int:
         return self.num_experts // self.group.world_size
+
+    def address(
+        self, expert_ids: torch.Tensor, weights: torch.Tensor, scale: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Who goes where, and with which notes."""
+        if on_host(self.group):
+            return self.sent(expert_ids), self.pack(expert_ids, weights, scale)
+        return launch_addresses(self.group, expert_ids, weights, scale, self.num_experts)
+
+    def arrive(self, notes: torch.Tensor, received: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of the tokens that have come ``weights``, ``scales``, ``counts``, ``row_tokens`` and ``positions``; and how
+        many did not fit."""
+        if on_host(self.group):
+            return *self.unpack(notes), num_missing(received, self.capacity)
+        return launch_arrivals(self.group, notes, received, self.top_k, self.num_experts)
 
     def sent(self, expert_ids: torch.Tensor) -> torch.Tensor:
         """``[W, T_r + 1]``: how many tokens before each go to each rank: to whom one of their experts belongs."""
@@ -152,34 +171,37 @@ class Choices:
         scales = bits[:, top_k:].flatten().clone()
         return weights, scales, rows.starts.diff(), rows.slots // top_k, positions
 
-    def load(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, sizes: tuple[int, ...]) -> None:
+    def load(
+        self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, sizes: tuple[int, ...], strategy: str
+    ) -> None:
         """What must not happen later: a copy from the host, which no graph can capture; and on virtual ranks, loading
         (``kernels/loading.py``): by whichever rank comes first, so for the sizes of all of them."""
-        load_once(x.device, ("ep", sizes), lambda: sources_of(sizes, 0, x.device))
+        load_arrivals(self.group, self._num_each, expert_ids, weights)
+        if strategy == "sequential":
+            load_once(x.device, ("ep", sizes), lambda: sources_of(sizes, 0, x.device))
         if self.group.stream is None or not sum(sizes):
             return
 
         def once() -> None:
-            for size in set(sizes):
-                ids, gates = expert_ids.new_zeros((size, self.top_k)), weights.detach().new_zeros((size, self.top_k))
-                scale = torch.zeros(size, dtype=torch.float32, device=x.device) if self.is_scaled else None
-                self.pack(ids, gates, scale)
-                _numbers(self.sent(ids)).t().contiguous()
+            """What is torch's where rows go by collectives, here or on the way back."""
             words = 2 * self.top_k + self.is_scaled
-            notes = torch.full((self.capacity, words), -1, dtype=torch.int32, device=x.device)
-            shares, _, _, row_tokens, positions = self.unpack(notes)
             numbers = torch.zeros((sum(sizes), len(sizes)), dtype=torch.int32, device=x.device)
+            for size in set(sizes):
+                _numbers(numbers.new_zeros((len(sizes), size + 1))).t().contiguous()
+            notes = torch.full((self.capacity, words), -1, dtype=torch.int32, device=x.device)
             arrived, received = _place(self.group, sizes, numbers, self.capacity)
             tokens = _tokens_of(arrived, self.capacity)
-            _notes_of(notes[:0].new_zeros((sum(sizes), words)), tokens, notes, received, self.group.rank)
-            num_missing(received, self.capacity)
-            rows = _pick(_pick(x.new_zeros((sum(sizes), 1)), tokens), row_tokens)
+            _notes_of(numbers.new_zeros((sum(sizes), words)), tokens, notes, received, self.group.rank)
+            _pick(x.new_zeros((sum(sizes), 1)), tokens)
+            shares = torch.zeros((self.capacity, self.top_k), dtype=torch.float32, device=x.device)
+            positions = torch.zeros((self.capacity, self.top_k), dtype=torch.int32, device=x.device)
             for dtype in REDUCIBLE:
-                _sums(rows.to(dtype) if self.capacity else rows.float(), shares, positions, arrived)
+                rows = torch.zeros((self.capacity * self.top_k, 1), dtype=dtype, device=x.device)
+                _sums(rows, shares, positions, arrived)
 
         counts = (*sorted(sizes), sum(sizes), self.capacity, self.top_k, self.num_experts)
         classes = tuple(max(0, count - 1).bit_length() for count in counts)
-        load_once(x.device, ("ep", classes, x.dtype, expert_ids.dtype, weights.dtype, self.is_scaled), once, self.group)
+        load_once(x.device, ("ep", classes, x.dtype, self.is_scaled), once, self.group)
 
 
 def check_strategy(op: str, strategy: str) -> None:
@@ -195,7 +217,9 @@ def spread(
     """Send rows of ``x`` with their ``notes`` to the ranks that ``sent`` names."""
     num_tokens, world_size, x = sum(sizes), group.world_size, dense(x)
     out = torch.empty((capacity, *x.shape[1:]), dtype=x.dtype, device=x.device)
-    out_notes = torch.full((capacity, notes.shape[1]), -1, dtype=torch.int32, device=x.device)
+    out_notes = torch.empty((capacity, notes.shape[1]), dtype=torch.int32, device=x.device)
+    if on_host(group):
+        out_notes.fill_(-1)  # kernels know where to stop
     if not num_tokens:
         nothing = torch.zeros((world_size, world_size), dtype=torch.int32, device=x.device)
         return Moved(out, out_notes, nothing.new_empty(0), nothing)
@@ -281,11 +305,14 @@ def _notes_of(
 
 def num_missing(received: torch.Tensor, capacity: int) -> torch.Tensor:
     """Tokens too many for the rank with the most, not for this one alone: all ranks must come to the same end."""
-    return readable((received.sum(0).max() - capacity).clamp(min=0))
+    return (received.sum(0).max() - capacity).clamp(min=0)
 
 
 def _pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Rows of ``x``; as bytes where torch knows no such rows."""
+    if index.dtype == torch.int32 and not on_host(x):
+        with torch.cuda.device_of(x):
+            return launch_pick(dense(x), index)
     if x.dtype.itemsize == 1:
         return x.view(torch.uint8)[index.long()].view(x.dtype)
     return x[index.long()]

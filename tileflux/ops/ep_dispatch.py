@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from tileflux.ops._call import as_bytes, begin, check_tensor, dense, guarded
 from tileflux.ops._dense import FLOATS, as_scale
-from tileflux.ops._ep import Choices, Dispatched, check_strategy, identity, num_missing, spread
+from tileflux.ops._ep import Choices, Dispatched, check_strategy, identity, spread
 from tileflux.ops._library import eager_only, register
-from tileflux.ops.routing import check_choices
+from tileflux.ops.routing import check_choices, readable
 from tileflux.symm.group import Group, group_by_name
 
 __all__ = ["Dispatched", "ep_dispatch", "ep_dispatch_reference"]
@@ -55,13 +55,12 @@ def ep_dispatch(
     if room < 0:
         raise ValueError(f"ep_dispatch: capacity={room} should not be negative")
     scale = as_scale(scale_x, x)
-    tokens, shares, scales, counts, row_tokens, positions, arrived, sent, received = torch.ops.tileflux.ep_dispatch(
+    tokens, shares, scales, counts, row_tokens, positions, arrived, sent, missing = torch.ops.tileflux.ep_dispatch(
         x, expert_ids, weights, scale, group.name, list(rows), room, num_experts, strategy
     )
-    missing = num_missing(received, room) if room < sum(rows) else None
     found = Dispatched(
         group, num_experts, rows, room, tokens, None if scale is None else scales, shares, counts, row_tokens,
-        positions, arrived, sent, missing,
+        positions, arrived, sent, readable(missing) if room < sum(rows) else None,
     )  # fmt: skip
     found.ensure_fits()
     return found
@@ -117,11 +116,12 @@ def _run(
     same = (sizes, x.shape[1], x.dtype, top_k, num_experts, capacity, scale_x is None, strategy, needs_gradient)
     begin("ep_dispatch", group, same)
     choices = Choices(group, num_experts, top_k, capacity, scale_x is not None)
-    choices.load(x, expert_ids, weights, rows)
-    sent, notes = choices.sent(expert_ids), choices.pack(expert_ids, weights, scale_x)
     with guarded(group):
+        choices.load(x, expert_ids, weights, rows, strategy)
+        sent, notes = choices.address(expert_ids, weights, scale_x)
         moved = spread(group, "ep_dispatch", x, notes, sent, rows, capacity, strategy)
-    return moved.tokens, *choices.unpack(moved.notes), moved.arrived, sent, moved.received
+        *found, missing = choices.arrive(moved.notes, moved.received)
+    return moved.tokens, *found, moved.arrived, sent, missing
 
 
 def _fake(
@@ -143,10 +143,11 @@ def _fake(
         (capacity, top_k),
         (sum(sizes),),
         (world_size, x.shape[0] + 1),
-        (world_size, world_size),
     )
     scales = x.new_empty((0 if scale_x is None else capacity,), dtype=torch.float32)
-    return x.new_empty((capacity, x.shape[1])), shares, scales, *(x.new_empty(s, dtype=torch.int32) for s in words)
+    numbers = (x.new_empty(shape, dtype=torch.int32) for shape in words)
+    missing = x.new_empty((), dtype=torch.int64)
+    return x.new_empty((capacity, x.shape[1])), shares, scales, *numbers, missing
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

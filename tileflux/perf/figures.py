@@ -84,6 +84,7 @@ class CaseResult:
     world_size: int
     dtype: str
     gemm: Timing
+    """Of 0 s where nothing is multiplied: of an exchange."""
     comm: Timing | None
     """None where nothing is moved: of a plain product."""
     beside: Timing | None
@@ -99,6 +100,11 @@ class CaseResult:
     route: Timing | None = None
     """Of ops of experts: making the routing, which is in no contender's time, since both products of a layer share it.
     """
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it is a product, of whatever kind, and not an exchange."""
+        return self.gemm.seconds > 0
 
     @property
     def limit(self) -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 from tileflux.perf.figures import summarize
 from tileflux.symm.group import Group
 from tileflux.testing.contenders import Contender, Suite, gemm_suite, group_suite
+from tileflux.testing.ep_contenders import ep_suite
 from tileflux.testing.ghost_contenders import ghost_suite
 from tileflux.testing.ghost_moe import ghost_moe_suite
 from tileflux.testing.moe_contenders import grouped_suite, moe_suite
@@ -37,6 +38,7 @@ class BenchCase:
     """One op at one shape: global sizes, as Flux's tests take them.
 
     N is divided for ag_gemm and moe_ag_gemm, K for the others; of gemm and grouped_gemm, which one rank does, nothing.
+    ``ep``, a round trip of ``ep_dispatch`` and ``ep_combine``, has no N: it is 0.
     """
 
     op: str
@@ -148,6 +150,8 @@ def _make_moe_suite(group: Group, case: BenchCase, mixture: Mixture) -> Suite:
     shape = (case.m, case.n, case.k)
     if case.op == "grouped_gemm":
         return grouped_suite(group, shape, mixture, case.dtype)
+    if case.op == "ep":
+        return ep_suite(group, shape, mixture, case.dtype, case.strategies)
     make = ghost_moe_suite if group.transport == "ghost" else moe_suite
     return make(group, case.op, shape, mixture, case.dtype, case.strategies)
 

@@ -47,7 +47,7 @@ def _reduce(world_size: int, element: str) -> CompileCase:
     )
 
 
-_ROWS = {"table_ptr": "*i64", "boxes_ptr": "*i64", "guard_ptr": "*i64", "op": "i32"}
+_ROWS = {"boxes_ptr": "*i64", "guard_ptr": "*i64", "table_ptr": "*i64"}
 
 
 def _spread(world_size: int) -> CompileCase:
@@ -55,8 +55,9 @@ def _spread(world_size: int) -> CompileCase:
     return CompileCase(
         name=f"spread, {world_size} ranks",
         kernel="tileflux.kernels.spread:_spread_kernel",
-        signature=dict.fromkeys(addresses, "i64") | _ROWS | {"capacity": "i32"},
+        signature=dict.fromkeys(addresses, "i64") | {"op": "i32", "capacity": "i32"} | _ROWS,
         constexprs=_constexprs(world_size),
+        divisible_by_16=(),
         options=_OPTIONS,
         waits=True,
         signals=True,
@@ -68,8 +69,9 @@ def _gather(world_size: int, element: str) -> CompileCase:
     return CompileCase(
         name=f"gather {element}, {world_size} ranks",
         kernel="tileflux.kernels.gather:_gather_kernel",
-        signature=dict.fromkeys(addresses, "i64") | _ROWS | {"top_k": "i32"},
+        signature=dict.fromkeys(addresses, "i64") | {"op": "i32", "top_k": "i32"} | _ROWS,
         constexprs={"ELEMENT": Imported(f"triton.language:{element}"), **_constexprs(world_size), "BLOCK": GATHERED},
+        divisible_by_16=(),
         options=_OPTIONS,
         waits=True,
         signals=True,

@@ -57,6 +57,34 @@ def _cut(counts: str, num_experts: int) -> CompileCase:
     return _case(f"cut tiles, {num_experts} experts", "lists", "cut", signature, constexprs)
 
 
+_NUMBERS = {name: "i32" for name in ("rank", "words", "top_k", "num_experts", "capacity")}
+
+
+def _addresses(world_size: int, ids: str, weights: str) -> CompileCase:
+    strides = ("ids_row", "ids_column", "weights_row", "weights_column", "scales_row")
+    signature = dict.fromkeys(("ids", "weights", "scales", "notes", *strides), "i64")
+    signature |= dict.fromkeys(("num_tokens", "top_k", "words", "num_experts"), "i32") | {"sent_ptr": "*i32"}
+    tile = {"WORLD": world_size, "TOKENS": 512, "CHOICES": 8, "PACK": 1024}
+    constexprs = {"ID": _type(ids), "WEIGHT": _type(weights), **tile}
+    return _case(f"addresses {ids} {weights}, {world_size} ranks", "arrivals", "addresses", signature, constexprs)
+
+
+def _count_arrivals(world_size: int, num_experts: int) -> CompileCase:
+    signature = {"notes": "i64", "table": "i64", **_NUMBERS, "received_ptr": "*i32"}
+    constexprs: dict[str, object] = {"WORLD": world_size, "EXPERTS": num_experts, "BLOCK": 256}
+    return _case(f"count arrivals, {num_experts} experts", "arrivals", "count", signature, constexprs)
+
+
+def _arrive(counted: bool, world_size: int, num_experts: int) -> CompileCase:
+    results = ("shares", "scales", "counts", "row_tokens", "positions", "missing")
+    signature = dict.fromkeys(("notes", "table", *results), "i64") | _NUMBERS | {"received_ptr": "*i32"}
+    constexprs: dict[str, object] = {
+        "COUNTED": counted, "WORLD": world_size, "EXPERTS": num_experts, "BLOCK": 256, "CHUNK": 2048,
+    }  # fmt: skip
+    name = f"sort {'many' if counted else 'few'} arrivals, {num_experts} experts"
+    return _case(name, "arrivals", "arrive", signature, constexprs)
+
+
 def _choices(row: str, out: str, pointer: str, weighted: bool, aligned: bool) -> CompileCase:
     signature = {
         "rows": "i64", "positions": "i64", "weights": "i64", "pitch": "i64", "width": "i32", "num_tokens": "i32",
@@ -82,6 +110,15 @@ INDEX_CASES: tuple[CompileCase, ...] = (
     _case(
         "tiles of a stage", "lists", "stage",
         {"index": "i64", "num_words": "i32", "max_tiles": "i32", "stage": "i32", "result_ptr": "*i32"}, {"BLOCK": 1024},
+    ),
+    _addresses(2, "int32", "bfloat16"),
+    _addresses(8, "int64", "float32"),
+    *(_count_arrivals(world_size, num_experts) for world_size, num_experts in ((8, 32), (1, 1024))),
+    *(_arrive(counted, 8, 32) for counted in (False, True)),
+    *(_arrive(counted, 1, 1024) for counted in (False, True)),
+    _case(
+        "rows picked", "arrivals", "pick", {"x": "i64", "out": "i64", "row_bytes": "i64", "index_ptr": "*i32"},
+        {"BLOCK": 1024},
     ),
     _choices("bfloat16", "bfloat16", "*bf16", weighted=True, aligned=True),
     _choices("float32", "bfloat16", "*bf16", weighted=False, aligned=False),

@@ -163,9 +163,17 @@ class MoeShape(NamedTuple):
     why: str
 
     def sizes(self, op: str) -> tuple[tuple[int, int, int], ...]:
-        """M, N and K as ``op`` has them: of the product into the experts, of that out of them, or of both."""
+        """M, N and K as ``op`` has them: of the product into the experts, of that out of them, or of both.
+
+        An exchange of tokens has no N.
+        """
         into, out_of = (self.m, self.ffn, self.hidden), (self.m, self.hidden, self.ffn)
-        return {"moe_ag_gemm": (into,), "moe_gemm_rs": (out_of,), "grouped_gemm": (into, out_of)}.get(op, ())
+        return {
+            "moe_ag_gemm": (into,),
+            "moe_gemm_rs": (out_of,),
+            "grouped_gemm": (into, out_of),
+            "ep": ((self.m, 0, self.hidden),),
+        }.get(op, ())
 
 
 _COMET = tuple(
