@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from tileflux.config import GemmConfig
-from tileflux.kernels.dense import run_combine
+from tileflux.kernels.combine import run_combine
 from tileflux.kernels.groups import Groups, sum_choices
 from tileflux.ops import _dense, _moe
 from tileflux.ops._call import begin, check_out, guarded
