@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from tileflux.config import GemmConfig
+from tileflux.config import GemmConfig, GemmProblem
 from tileflux.kernels.combine import run_combine
 from tileflux.kernels.groups import Groups, sum_choices
 from tileflux.ops import _dense, _moe
@@ -36,7 +36,7 @@ from tileflux.ops.routing import Routing
 from tileflux.symm.group import group_by_name
 from tileflux.tune.lookup import problem_for
 
-__all__ = ["moe_gemm_rs", "moe_gemm_rs_reference"]
+__all__ = ["moe_gemm_rs", "moe_gemm_rs_reference", "slab_tiles"]
 
 _NUM_SLABS = 4
 
@@ -110,9 +110,7 @@ def _run(
     out = check_out("moe_gemm_rs", out, (rows[group.rank], num_columns), h, dtype=out_dtype, others=(weight,))
     problem = problem_for("moe_gemm_rs", num_tokens, num_columns, h.shape[1], h.dtype, h.device, group)
     choice = _dense.choose(problem, strategy, _dense.config_from(config))
-    tiles = _moe.tiles_for(choice.config, config, block_m, problem)
-    if not config:
-        tiles = dataclasses.replace(tiles, num_chunks=_NUM_SLABS)
+    tiles = slab_tiles(choice.config, config, block_m, problem)
     same = (rows, num_columns, h.dtype, out_dtype, choice.strategy, tiles.block_m, tiles.block_n, top_k)
     begin("moe_gemm_rs", group, same)
     if 0 in (num_tokens, num_columns):
@@ -122,6 +120,12 @@ def _run(
     with guarded(group):
         run_combine(group, operands, tuple(rows), choice.strategy, tiles)
     return out
+
+
+def slab_tiles(usual: GemmConfig, given: str, block_m: int, problem: GemmProblem) -> GemmConfig:
+    """As ``_moe.tiles_for``, and how many slabs columns are cut into."""
+    tiles = _moe.tiles_for(usual, given, block_m, problem)
+    return tiles if given else dataclasses.replace(tiles, num_chunks=_NUM_SLABS)
 
 
 def _fake(
