@@ -66,11 +66,11 @@ class ShardPlan:
     by_copies: bool = False
     """Products are copied to their owners: instead of a second half of slots, the buffer holds what is to be copied."""
     staging_bytes: int = 0
-    """Of memory of this rank's own, which calls of all plans share: what is not to be sent as it is, or not by tiles.
+    """Of memory of this rank's own, which calls of all plans share: what is not to be sent as it is.
 
-    With ``slab_columns``, first a slot for every owner, then the rest."""
+    With ``slab_columns`` there is, in front of it, a slot for each owner, from which its slabs are sent."""
     slab_columns: int = 0
-    """Where shards are sent slab by slab, the columns of one; the last has what is left. A shard lies slab by slab."""
+    """Where shards lie and are sent slab by slab, the columns of one; the last has what is left."""
 
     @functools.cached_property
     def first_rows(self) -> tuple[int, ...]:
@@ -83,8 +83,8 @@ class ShardPlan:
 
     def slabs(self, num_columns: int) -> list[range]:
         """The columns of every slab; none is empty."""
-        width = self.slab_columns
-        return [range(begin, min(num_columns, begin + width)) for begin in range(0, num_columns, width)]
+        firsts = range(0, num_columns, self.slab_columns)
+        return [range(first, min(num_columns, first + self.slab_columns)) for first in firsts]
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -136,8 +136,7 @@ def combine_shards(
 ) -> ShardPlan:
     """Reduce-scatter of tokens whose rows are elsewhere: as ``scatter_shards``, and room for ``capacity`` such rows.
 
-    What copies send lies in memory of this rank's own, too, so that slots are all that the buffer holds; and there is a
-    flag per slab.
+    What copies send is in memory of this rank's own, too: the buffer has slots alone. There is a flag per slab.
     """
     plan = scatter_shards(op, rows, num_columns, itemsize, config)
     products = capacity * num_columns * itemsize
