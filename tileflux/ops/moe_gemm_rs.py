@@ -13,8 +13,10 @@ in their order, and rounded; ranks are added up in fp32, s = 0, 1, 2, ..., and r
 
 fused: columns are cut into slabs. While one slab is multiplied, the rows of the slab before are added up by token, and
 stored into this rank's slot at the token's owner, with a flag; sums of one's own tokens come last, and wait for the
-flags of all peers. The last program of the launch tells the peers that it has read. The gradient, of rows, weights and
-what choices are weighted with, goes back through ``all_gather`` and ``grouped_gemm``.
+flags of all peers. The last program of the launch tells the peers that it has read. Where copies need no SM, sums stay
+in memory of this rank's own, counted by owner and slab, and the copy engine carries each such part when it is complete;
+a kernel at the end adds up all ranks'. The gradient, of rows, weights and what choices are weighted with, goes back
+through ``all_gather`` and ``grouped_gemm``.
 """
 
 from __future__ import annotations

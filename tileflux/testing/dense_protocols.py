@@ -26,7 +26,17 @@ from tileflux.testing.numerics import assert_close, poisoned
 from tileflux.testing.simulated_streams import on_streams, simulated_streams
 from tileflux.testing.simulator import simulate
 
-__all__ = ["COMM", "PROTOCOLS", "Call", "CombineCall", "MoeCall", "calls", "run_protocol", "simulate_protocol"]
+__all__ = [
+    "BY_COPIES",
+    "COMM",
+    "PROTOCOLS",
+    "Call",
+    "CombineCall",
+    "MoeCall",
+    "calls",
+    "run_protocol",
+    "simulate_protocol",
+]
 
 COMM = CommConfig(num_lanes=2, slot_bytes=256, min_lane_bytes=64)
 TILES = GemmConfig(16, 16, 16, group_m=2, num_warps=4, num_sms=4, num_feeders=2)
@@ -273,6 +283,9 @@ PROTOCOLS: dict[str, tuple[Call, ...]] = {
 }
 """What is simulated, by name."""
 
+BY_COPIES = ("gemm_rs fused", "moe_gemm_rs fused")
+"""Those of them that can be simulated with what is sent going by the copy engine."""
+
 _ONE_OF_EACH_OP = {"many tiles": _MANY_TILES[:3], "mixed": (_MIXED[0], _MIXED[3], _MIXED[2])}
 _LARGE_WORLD = 5
 _SMALLEST = {"ag_gemm": 2, "moe_ag_gemm": 2, "moe_gemm_rs": 2, "gemm_rs": 2, "gemm_ar": 9}
@@ -321,7 +334,7 @@ def simulate_protocol(
 
     As if every rank had four SMs, so that the kernels of the pipelined strategy have several programs, too. A GPU that
     ranks share: programs fetch their tiles (``fetches``), and some begin late (``starved``). GPUs of their own:
-    what is sent goes ``by_copies``, where the op has that form.
+    what is sent goes ``by_copies``, in the protocols that are among ``BY_COPIES``.
     """
     with (
         simulated_streams() if by_copies else nullcontext(),
