@@ -172,8 +172,9 @@ class ControlLayout:
     ``epoch`` (calls this rank has finished), ``done`` (programs of the running launch that have ended), ``next`` (what
     the flags of the running call are set to, for copies to carry) and ``fetched`` (how many steps of the tile order the
     programs of the running launch have asked for) are private.
-    ``ack`` has a word per peer: the calls that peer has finished. ``counters`` are private: feeders that have moved
-    their part of a chunk, ``[world_size, MAX_CHUNKS]``.
+    ``ack`` has a word per peer: the calls that peer has finished. ``counters`` and ``staged`` are private, of
+    ``[world_size, MAX_CHUNKS]``: feeders that have moved their part of a chunk, or tiles of it that are finished; and
+    of which call a chunk was the last to be complete, so that copies may send it.
     """
 
     epoch: int = 0
@@ -186,9 +187,13 @@ class ControlLayout:
         """Index of the first counter."""
         return self.ack + world_size
 
+    def staged(self, world_size: int) -> int:
+        """Index of the first word that says what is complete."""
+        return self.counters(world_size) + world_size * MAX_CHUNKS
+
     def nbytes(self, world_size: int) -> int:
         """Bytes of all words."""
-        return 4 * (self.counters(world_size) + world_size * MAX_CHUNKS)
+        return 4 * (self.staged(world_size) + world_size * MAX_CHUNKS)
 
 
 CONTROL = ControlLayout()

@@ -9,7 +9,7 @@ from tileflux import env
 from tileflux.config import CONTROL, GemmConfig
 from tileflux.errors import Deadlock
 from tileflux.kernels import steps
-from tileflux.kernels.turns import gather_shards, scatter_shards, turn
+from tileflux.kernels.turns import combine_shards, gather_shards, scatter_shards, turn
 from tileflux.symm.group import Group
 from tileflux.testing import poisoned
 
@@ -84,6 +84,62 @@ def test_shards_that_are_pushed_are_summed_in_rank_order(
         simulate(_scatter, len(rows), seed, rows, width, dtype, num_programs, seed)
 
 
+def _scatter_slabs(
+    group: Group, rows: tuple[int, ...], width: int, dtype: torch.dtype, num_slabs: int, num_programs: int, seed: int
+) -> None:
+    """Two calls of shards that come slab by slab, as copies would bring them."""
+    world_size, rank = group.world_size, group.rank
+    config = GemmConfig(block_m=16, block_n=16, num_chunks=num_slabs)
+    plan = combine_shards("moe_gemm_rs", rows, 1, width, dtype.itemsize, config, by_copies=True)
+    here = turn(group, plan)
+    for call in range(2):
+        generator = torch.Generator().manual_seed(seed + call)
+        partials = torch.randn(world_size, sum(rows), width, generator=generator).to(dtype)
+        steps.launch_open(here, world_size)
+        for index, columns in enumerate(plan.slabs(width)):
+            for owner in range(world_size):
+                place = slice(plan.first_rows[owner], plan.first_rows[owner] + rows[owner])
+                slab = here.slab_at(owner, rank, index, dtype, width)
+                slab.copy_(partials[rank][place, columns.start : columns.stop])
+                here.raise_flag(owner, index)
+        total = torch.zeros(sum(rows), width)
+        for partial in partials:
+            total += partial.float()
+        room = poisoned((rows[rank] + 2, width), dtype)
+        steps.launch_sum_slabs(here, room[1:-1], num_programs, world_size)
+        first = plan.first_rows[rank]
+        assert torch.equal(room[1:-1], total[first : first + rows[rank]].to(dtype))
+        assert room[0].isnan().all() and room[-1].isnan().all(), "wrote beside the result"
+        assert here.epoch() == call + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "width", "num_slabs", "num_programs"),
+    [((5, 3), 40, 2, 1), ((1, 20, 2), 300, 1, 2), ((9, 9), 7, 4, 3), ((2, 11), 600, 2, 2)],
+)
+def test_shards_that_come_slab_by_slab_are_summed_in_rank_order(
+    dtype: torch.dtype, rows: tuple[int, ...], width: int, num_slabs: int, num_programs: int
+) -> None:
+    for seed in range(2):
+        simulate(_scatter_slabs, len(rows), seed, rows, width, dtype, num_slabs, num_programs, seed)
+
+
+def _one_slab_is_missing(group: Group) -> None:
+    config = GemmConfig(block_m=16, block_n=16, num_chunks=3)
+    here = turn(group, combine_shards("moe_gemm_rs", (2, 2), 1, 48, 4, config, by_copies=True))
+    if group.rank == 1:
+        for index in (0, 1):
+            here.raise_flag(0, index)
+    else:
+        steps.launch_sum_slabs(here, torch.zeros(2, 48), 1, 2)
+
+
+def test_a_sum_waits_for_every_slab() -> None:
+    with pytest.raises(Deadlock, match=r"rank 0 moe_gemm_rs\.flags\.2 of rank 1 to reach 1; it stands at 0"):
+        simulate(_one_slab_is_missing, 2, 0)
+
+
 def _one_does_not_push(group: Group) -> None:
     here = turn(group, scatter_shards("gemm_rs", (2, 2), 4, 4, CONFIG))
     if group.rank == 0:
@@ -125,8 +181,11 @@ def _load(group: Group) -> None:
     x = torch.zeros(4, 8, dtype=torch.bfloat16)
     steps.load(scattered, x, torch.zeros(4), x, group.world_size)
     steps.load(scattered, x, None, x, group.world_size)
-    for region in (scattered._control, scattered._flags, scattered._data):
-        assert region.view().eq(0).all(), "a launch with nothing to do did something"
+    combined = turn(group, combine_shards("moe_gemm_rs", (4, 4), 1, 8, 2, CONFIG, by_copies=True))
+    steps.load_for_slabs(combined, x, group.world_size)
+    for made in (scattered, combined):
+        for region in (made._control, made._flags, made._data):
+            assert region.view().eq(0).all(), "a launch with nothing to do did something"
     assert scattered._control.view(dtype=torch.int32)[CONTROL.epoch] == 0
 
 

@@ -15,7 +15,7 @@ import tileflux
 from tileflux.config import CONTROL, MAX_CHUNKS, TABLE, GemmConfig
 from tileflux.errors import PeerTimeout
 from tileflux.kernels import turns
-from tileflux.kernels.turns import ShardPlan, Turn, gather_shards, scatter_shards, spread_shards, turn
+from tileflux.kernels.turns import ShardPlan, Turn, combine_shards, gather_shards, scatter_shards, spread_shards, turn
 from tileflux.symm.group import Group
 
 CONFIG = GemmConfig(block_m=16, block_n=32)
@@ -182,6 +182,62 @@ def test_words_lie_where_peers_and_kernels_look_for_them() -> None:
     assert [made[0].ack(owner, 1).item() for owner in range(3)] == [1, 0, 1]
 
 
+@given(
+    rows=rows,
+    num_columns=st.integers(1, 300),
+    num_slabs=st.integers(1, MAX_CHUNKS),
+    capacity=st.integers(0, 900),
+)
+def test_slabs_have_every_column_once(rows: tuple[int, ...], num_columns: int, num_slabs: int, capacity: int) -> None:
+    config = GemmConfig(block_m=16, block_n=32, num_chunks=num_slabs)
+    by_stores, plan = (
+        combine_shards("op", rows, capacity, num_columns, 2, config, by_copies=by_copies) for by_copies in (False, True)
+    )
+    slabs = plan.slabs(num_columns)
+    assert [column for slab in slabs for column in slab] == list(range(num_columns))
+    assert 1 <= len(slabs) <= num_slabs and all(slabs)
+    assert all(slab.start % 32 == 0 for slab in slabs), "no tile is in two of them"
+    # As the kernel cuts them, see ``tiles.cut``.
+    num_tiles = -(-num_columns // 32)
+    across = -(-num_tiles // num_slabs)
+    assert plan.slab_columns == across * 32 and plan.by_copies and plan.num_flags == MAX_CHUNKS >= len(slabs)
+    assert plan.data_bytes >= len(rows) * plan.slot_bytes and plan.slot_bytes >= max(rows) * num_columns * 2
+    assert plan.staging_bytes == len(rows) * plan.slot_bytes + capacity * num_columns * 2
+    assert (by_stores.staging_bytes, by_stores.slab_columns) == (capacity * num_columns * 2, 0)
+    assert not by_stores.by_copies and by_stores.data_bytes == 2 * plan.data_bytes
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 9), (1, 1, 1)])
+@pytest.mark.parametrize(("num_columns", "num_slabs"), [(70, 2), (33, 4), (8, 3)])
+def test_every_sum_has_one_place_among_what_is_sent_and_one_where_it_goes(
+    sizes: tuple[int, ...], num_columns: int, num_slabs: int
+) -> None:
+    config = GemmConfig(block_m=16, block_n=16, num_chunks=num_slabs)
+    groups = tileflux.local_groups(3)
+    made = make_turns(groups, combine_shards("moe_gemm_rs", sizes, 6, num_columns, 4, config, by_copies=True))
+    shape = (torch.float32, num_columns)
+    for rank, here in enumerate(made):
+        num_slabs_here = len(here.plan.slabs(num_columns))
+        here.own.view(torch.int32).zero_()
+        here._data.view(dtype=torch.int32).zero_()
+        sent = [here.slab_to_send(owner, i, *shape) for owner in range(3) for i in range(num_slabs_here)]
+        slots = [here.slab_at(rank, source, i, *shape) for source in range(3) for i in range(num_slabs_here)]
+        for each in (*sent, *slots):
+            assert each.is_contiguous() and not each.count_nonzero(), "two slabs share a place"
+            each += 1
+        assert sum(each.numel() for each in sent) == sum(sizes) * num_columns
+        assert sum(each.numel() for each in slots) == 3 * sizes[rank] * num_columns
+        used = here.own.view(torch.float32).count_nonzero()
+        assert used == sum(sizes) * num_columns and not here.own[3 * here.plan.slot_bytes :].count_nonzero()
+        for owner in range(3):
+            for index in range(num_slabs_here):
+                to = here.slab_at(owner, rank, index, *shape)
+                assert to.data_ptr() == made[owner].slab_at(owner, rank, index, *shape).data_ptr()
+                assert to.shape == here.slab_to_send(owner, index, *shape).shape
+                word = here.staged(owner, index).data_ptr() - here._control.address(rank)
+                assert word == 4 * (CONTROL.staged(3) + owner * MAX_CHUNKS + index)
+
+
 def test_a_turn_keeps_no_group_alive() -> None:
     (group,) = tileflux.local_groups(1)
     here = turn(group, gather_shards("ag_gemm", (4,), 16, False, 1))
@@ -251,4 +307,6 @@ def test_a_wait_in_vain_names_what_it_waited_for() -> None:
 def test_words_in_words() -> None:
     texts = [turns._describe_control(2, 4 * index) for index in range(7)]
     assert texts == ["epoch", "done", "next", "fetched", "ack[rank 0]", "ack[rank 1]", "counter"]
+    last = CONTROL.staged(2)
+    assert [turns._describe_control(2, 4 * index) for index in (last - 1, last)] == ["counter", "staged"]
     assert turns._describe_flag(4, 4 * 11) == "2 of rank 3"

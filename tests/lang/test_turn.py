@@ -16,7 +16,7 @@ from tileflux.lang import turn as lang_turn
 from tileflux.lang.signal import taken
 from tileflux.lang.turn import (
     ack_word,
-    close_shard,
+    close_chunk,
     counter_word,
     current_epoch,
     data,
@@ -24,6 +24,7 @@ from tileflux.lang.turn import (
     fetch,
     flag_word,
     leave,
+    leave_counted,
     open_call,
     release,
     shard,
@@ -255,7 +256,7 @@ def test_words_are_the_host_twins(owner: int, other: int, index: int) -> None:
         (5, 0, 9)[owner],
         1 << 20,
     ]
-    assert CONTROL.counters(3) * 4 + 3 * 16 * 4 == CONTROL.nbytes(3)
+    assert CONTROL.counters(3) * 4 + 2 * 3 * 16 * 4 == CONTROL.nbytes(3)
 
 
 @triton.jit
@@ -264,8 +265,8 @@ def _open_kernel(table_ptr, WORLD: tl.constexpr):
 
 
 @triton.jit
-def _close_kernel(table_ptr, owner, num_tiles, WORLD: tl.constexpr):
-    close_shard(table_ptr, owner, num_tiles, WORLD)
+def _close_kernel(table_ptr, owner, chunk, num_tiles, WORLD: tl.constexpr):
+    close_chunk(table_ptr, owner, chunk, num_tiles, WORLD)
 
 
 @pytest.mark.parametrize("epoch", [0, 3, 2**31 - 1])
@@ -280,16 +281,39 @@ def test_a_call_that_sends_by_copies_waits_for_all_peers_first(epoch: int) -> No
     assert turns[1].next.item() == (epoch + 1 if epoch < 2**31 - 1 else -(2**31)), "what flags are set to"
 
 
-def test_a_shard_is_closed_when_all_its_tiles_have_been_counted() -> None:
+@pytest.mark.parametrize("chunk", [0, 3, MAX_CHUNKS - 1])
+def test_a_chunk_is_closed_when_all_its_tiles_have_been_counted(chunk: int) -> None:
     turns = make_turns((4, 4, 4))
     set_epoch(turns, 9)  # the launch that counted may have ended the call already
     mine = turns[1]
     mine.next.fill_(9)
-    counter = CONTROL.counters(3) + 2 * MAX_CHUNKS
-    mine._control.view(dtype=torch.int32)[counter] = 6
+    counter = CONTROL.counters(3) + 2 * MAX_CHUNKS + chunk
+    words = mine._control.view(dtype=torch.int32)
+    before = words.clone()
+    words[counter] = 6
     with pytest.MonkeyPatch.context() as patch:
         recorder = _Recorder(patch)
-        _close_kernel[(1,)](mine.table, 2, 6, 3)
+        _close_kernel[(1,)](mine.table, 2, chunk, 6, 3)
     assert recorder.waits == [(mine._control.address(1) + 4 * counter, 6, 1)]
-    assert mine._control.view(dtype=torch.int32)[counter] == 0, "set back for the next call"
-    assert mine.staged(2).item() == 9 and mine.staged(0).item() == 0
+    assert words[counter] == 0, "set back for the next call"
+    assert mine.staged(2, chunk).item() == 9
+    mine.staged(2, chunk).zero_()
+    assert torch.equal(words, before), "no other word is touched"
+
+
+@triton.jit
+def _leave_counted_kernel(table_ptr, first, end, WORLD: tl.constexpr):
+    if (tl.program_id(0) >= first) & (tl.program_id(0) < end):
+        leave_counted(table_ptr, WORLD)
+
+
+def test_the_last_program_sets_this_ranks_own_counts_back() -> None:
+    turns = make_turns((4, 4, 4))
+    words = turns[1]._control.view(dtype=torch.int32)
+    counters = words[CONTROL.counters(3) :][: 3 * MAX_CHUNKS].view(3, MAX_CHUNKS)
+    counters.fill_(7)
+    for index in range(3):
+        assert counters[1].eq(7).all(), "not all programs have left"
+        _leave_counted_kernel[(3,)](turns[1].table, index, index + 1, 3)
+    assert counters[1].eq(0).all() and counters[[0, 2]].eq(7).all()
+    assert words[CONTROL.epoch] == 0, "the call goes on"

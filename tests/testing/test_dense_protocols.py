@@ -12,7 +12,7 @@ import tileflux
 from tileflux import env
 from tileflux.config import TABLE
 from tileflux.errors import DataRace, Deadlock
-from tileflux.kernels import dense, steps
+from tileflux.kernels import combine, dense, steps
 from tileflux.kernels.turns import Turn
 from tileflux.lang import policy, tiles, turn
 from tileflux.lang.policy import _store, _sum_tile, _wait, slot
@@ -110,7 +110,7 @@ def _impatient_combine_tile(value, target, place, table, SPEC: tl.constexpr):
 
 
 def _plant_combine(patch: Patch) -> None:
-    patch.setattr(dense, "COMBINE", replace(dense.COMBINE, finish=_impatient_combine_tile))
+    patch.setattr(combine, "COMBINE", replace(combine.COMBINE, finish=_impatient_combine_tile))
 
 
 def _plant_flags_by_plan(patch: Patch) -> None:

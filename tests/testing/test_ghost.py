@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,9 @@ from tileflux import ops
 from tileflux.config import CONTROL, GemmConfig
 from tileflux.errors import PeerTimeout, TransportUnavailable
 from tileflux.kernels.plan import split_rows
-from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, turn
+from tileflux.kernels.turns import Turn, combine_shards, gather_shards, scatter_shards, turn
 from tileflux.symm.group import Group
-from tileflux.testing import assert_close, poisoned, run_ranks
+from tileflux.testing import assert_close, ghost, poisoned, run_ranks
 from tileflux.testing.ghost import Ghosts, ghost_group
 from tileflux.testing.hopper_cases import hopper_config
 
@@ -53,6 +54,48 @@ def test_calls_are_counted_by_op() -> None:
     assert [ghosts._next("ag_gemm") for _ in range(3)] == [0, 1, 2]
     assert ghosts._next("gemm_rs") == 0
     assert (ghosts.num_calls("ag_gemm"), ghosts.num_calls("gemm_rs"), ghosts.num_calls("gemm")) == (3, 1, 0)
+
+
+def test_slabs_are_sent_when_as_much_has_been_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every direction the order in which ranks come to each other; no ack before the last slab has come."""
+    rows, num_columns = (3, 4, 0, 5), 40
+    config = GemmConfig(16, 16, 16, num_chunks=2)
+    plan = combine_shards("moe_gemm_rs", rows, 8, num_columns, 4, config, by_copies=True)
+    seen: list[tuple] = []
+    here: Any = SimpleNamespace(
+        plan=plan,
+        staged=lambda owner, slab: ("staged", owner, slab),
+        flag=lambda owner, slab, source=0: ("flag", owner, slab, source),
+        ack=lambda owner, peer: ("ack", owner, peer),
+        slab_at=lambda owner, source, slab, dtype, n: ("slot", owner, source, slab, dtype, n),
+    )
+    ghosts = fake_ghosts(4)
+    ghosts._sending, ghosts._answering = "sending", "answering"  # type: ignore[assignment]
+    ghosts._epochs = {"moe_gemm_rs": 6}
+    monkeypatch.setattr(torch.cuda, "stream", lambda name: contextlib.nullcontext(seen.append((name,))))
+    monkeypatch.setattr(ghost, "stream_wait", lambda word, value: seen.append(("wait", word, value)))
+    monkeypatch.setattr(ghost, "stream_write", lambda word, value: seen.append(("write", word, value)))
+    monkeypatch.setattr(
+        ghosts, "_send", lambda source, chunk, to, slab: seen.append(("send", source, chunk, to, slab)), raising=True
+    )
+    partials = [[torch.randn(3, 32), torch.randn(3, 8)] for _ in rows]
+    ghosts.scatter_slabs(here, partials)
+    expected: list[tuple] = [("sending",)]
+    for slab in range(2):
+        for owner, source in ((1, 3), (2, 2), (3, 1)):
+            if rows[owner]:
+                expected.append(("wait", ("staged", owner, slab), 7))
+            to = ("slot", 0, source, slab, torch.float32, num_columns)
+            expected += [("send", source, slab, to, partials[source][slab]), ("write", ("flag", 0, slab, source), 7)]
+    expected.append(("answering",))
+    for peer in (1, 2, 3):
+        if rows[peer]:
+            expected.append(("wait", ("flag", peer, 1, 0), 7))
+        expected.append(("write", ("ack", 0, peer), 7))
+    assert [each[:4] for each in seen] == [each[:4] for each in expected]
+    sent = [each[4] for each in seen if each[0] == "send"]
+    assert all(one is other for one, other in zip(sent, (e[4] for e in expected if e[0] == "send"), strict=True))
+    assert ghosts.num_calls("moe_gemm_rs") == 7
 
 
 def on_gpu(function: object, *args: object) -> None:

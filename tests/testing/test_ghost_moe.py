@@ -1,24 +1,27 @@
-"""``moe_ag_gemm`` among ghosts: who plays, by which plan, and what must come of it. What needs no GPU is tried here."""
+"""The ops of experts among ghosts: who plays, by which plan, and what comes of it. What needs no GPU is tried here."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import tileflux
 from tileflux import ops
 from tileflux.config import GemmConfig
+from tileflux.kernels import combine
 from tileflux.kernels.plan import split_rows
 from tileflux.kernels.turns import gather_shards
-from tileflux.ops.routing import Routing
+from tileflux.ops.routing import Routing, route_gathered
 from tileflux.symm.group import Group
-from tileflux.testing import ghost_moe, run_ranks
+from tileflux.testing import assert_close, bench, ghost_moe, run_ranks
 from tileflux.testing.bench import BenchCase, RankTimes, measure
 from tileflux.testing.contenders import draw
 from tileflux.testing.ghost import ghost_group
-from tileflux.testing.ghost_moe import GhostMoeGather, ghost_moe_suite
+from tileflux.testing.ghost_moe import GhostMoeGather, GhostMoeScatter
 from tileflux.testing.moe_contenders import router
 from tileflux.testing.moe_rows import Assignment
 from tileflux.testing.shapes import Mixture
@@ -28,17 +31,14 @@ CPU = torch.device("cpu")
 WORLD = 4
 MIXTURE = Mixture(8, 2, 2, "skewed")
 SHAPE = (66, 24, 16)
+WAYS = {"moe_ag_gemm": STRATEGIES, "moe_gemm_rs": tuple(each for each in STRATEGIES if each != "pipelined")}
 CASES = tuple(
-    BenchCase("moe_ag_gemm", m, 256, 256, "bfloat16", STRATEGIES, 2, mixture)
+    BenchCase(op, m, n, 256, "bfloat16", WAYS[op], 2, mixture)
+    for op, n in (("moe_ag_gemm", 256), ("moe_gemm_rs", 640))
     for m in (512, 301)
     for mixture in (Mixture(8, 2), Mixture(8, 2, 2, "skewed"))
 )
 """With 301 tokens shards differ, and are less than a tile."""
-
-
-def test_what_ghosts_do_not_play_is_refused() -> None:
-    with pytest.raises(ValueError, match="moe_gemm_rs is not played by ghosts; of the ops of experts moe_ag_gemm is"):
-        ghost_moe_suite(None, "moe_gemm_rs", (8, 8, 8), Mixture(2, 1), "bfloat16", ())  # type: ignore[arg-type]
 
 
 def bare(rank: int = 1, **others: Any) -> Any:
@@ -114,10 +114,139 @@ def test_ghosts_play_by_the_plan_of_the_op(strategy: str, monkeypatch: pytest.Mo
     assert task.caller("sequential") == task.sequential and task.checker("sequential") == task.check_sequential
 
 
+def bare_scatter(rank: int = 1, **others: Any) -> Any:
+    """``moe_gemm_rs`` likewise, on the CPU."""
+    m, n, k = SHAPE
+    task = object.__new__(GhostMoeScatter)
+    task.rank, task.world_size, task.rows, task.op = rank, WORLD, split_rows(m, WORLD), "moe_gemm_rs"
+    task.shape, task.dtype, task.sizes, task.here, task.device = SHAPE, torch.float32, list(task.rows), None, CPU
+    task.assignment = Assignment(m, WORLD, MIXTURE)
+    width = task.assignment.share(rank, k)
+    task.weight = draw(200 + rank, (4, n, width), torch.float32, CPU)
+    task.cut(width)
+    with pytest.MonkeyPatch.context() as patch:
+        real = torch.empty
+        patch.setattr(torch, "empty", lambda *given, pin_memory=False, **named: real(*given, **named))
+        task.bring(width)
+    for name, value in others.items():
+        setattr(task, name, value)
+    return task
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_baselines_of_sums_are_right_and_poison_is_not(rank: int) -> None:
+    task = bare_scatter(rank)
+
+    def communicate() -> None:
+        for to, source, target, mine in task.copies():
+            to.copy_(source)
+            target.copy_(mine)
+
+    def add_up() -> None:
+        torch.sum(task._slots, 0, out=task.out)
+
+    def by_shards() -> None:
+        for (owner, _), (to, source, target, mine) in zip(task._steps(), task.copies(), strict=True):
+            task.make(owner, task.whole[task.place(owner)])
+            to.copy_(source)
+            target.copy_(mine)
+        task.make(rank, task._slots[rank])
+        add_up()
+
+    task.communicate = communicate
+    for run in (task.sequential, by_shards):
+        task.poison()
+        task.whole.fill_(torch.nan)
+        task._slots.fill_(torch.nan)
+        with pytest.raises(AssertionError):
+            task.check()
+        run()
+        task.check()
+        for peer in task.peers:
+            assert_close(task._outbox[peer], task.exact[task.place(peer)], reduction=SHAPE[2] * MIXTURE.top_k)
+        task.out[-1, 0] += 1.0
+        with pytest.raises(AssertionError, match="off by more than rounding explains"):
+            task.check()
+
+
+def _sums_as_by_the_op(group: Group) -> None:
+    """What is expected of ours is what real ranks get of these rows, when peers' add what ghosts would send."""
+    task = bare_scatter(group.rank)
+    routing = router(group, task.assignment)()
+    assert routing.capacity == len(task.x)
+    ops.moe_gemm_rs(task.x, task.weight, routing, out=task.out)
+    whole = torch.stack([bare_scatter(rank).exact[task.place(group.rank)] for rank in range(WORLD)]).sum(0)
+    assert_close(task.out, whole, reduction=SHAPE[2] * MIXTURE.top_k * WORLD)
+
+
+def test_sums_for_peers_are_those_of_real_ranks() -> None:
+    run_ranks(_sums_as_by_the_op, WORLD)
+
+
+@pytest.mark.parametrize("config", [None, GemmConfig(32, 16, 32, num_chunks=3)])
+def test_ghosts_send_slabs_by_the_plan_of_the_op(config: GemmConfig | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever slabs and tiles it has; by the plan that the op comes to when it is asked for the same."""
+    played: list[Any] = []
+    ghosts = SimpleNamespace(
+        start=lambda: played.append("start"), num_calls=lambda op: 5,
+        scatter_slabs=lambda here, slabs: played.append((here.plan, slabs)), join=lambda: played.append("join"),
+    )  # fmt: skip
+    (group,) = tileflux.local_groups(1)
+    routing = route_gathered(
+        (task := bare_scatter()).assignment.expert_ids, task.assignment.weights, num_experts=8, group=group,
+        sizes=(SHAPE[0],), block_m=32,
+    )  # fmt: skip
+    usual = SimpleNamespace(strategy="fused", config=GemmConfig(64, 32, 32))
+    task = bare_scatter(ghosts=ghosts, group=group, routing=routing, choice=usual)
+    called: list[Any] = []
+    monkeypatch.setattr(ghost_moe, "turn", lambda group, plan: SimpleNamespace(plan=plan))
+    monkeypatch.setattr(ops, "moe_gemm_rs", lambda *given, **named: called.append((given, named)))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    task.caller("fused", config)()
+    ((given, named),) = called
+    assert given[0] is task.x and given[1] is task.weight and given[2] is routing
+    assert named == {"strategy": "fused", "config": config, "out": task.out} and named["out"] is task.out
+    start, (plan, slabs), join = played
+    assert (start, join, task.epoch) == ("start", "join", 5) and task.here.plan is plan
+    assert plan == plan_of_op(monkeypatch, task, routing, usual.config, config)
+    assert len(slabs) == WORLD
+    for source, each in enumerate(slabs):
+        assert all(slab.is_contiguous() for slab in each) and torch.equal(torch.cat(each, 1), task.partials[source])
+        assert [slab.shape[1] for slab in each] == [len(columns) for columns in plan.slabs(SHAPE[1])]
+
+
+def plan_of_op(
+    monkeypatch: pytest.MonkeyPatch, task: Any, routing: Routing, usual: GemmConfig, config: GemmConfig | None
+) -> Any:
+    """By which plan the op goes among ranks whose copies need no SM, with all that it would launch left out."""
+    module = import_module("tileflux.ops.moe_gemm_rs")
+    plans: list[Any] = []
+
+    class Stop(Exception):
+        pass
+
+    def turn(group: object, plan: object) -> None:
+        plans.append(plan)
+        raise Stop
+
+    def run(group: Group, operands: Any, rows: Any, strategy: str, tiles: GemmConfig) -> None:
+        many = SimpleNamespace(
+            device=torch.device("cuda"), world_size=WORLD, rank=1, traits=SimpleNamespace(copies_need_sms=False)
+        )
+        combine.run_combine(many, operands, task.rows, strategy, tiles)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(combine, "turn", turn)
+        patch.setattr(module, "run_combine", run)
+        patch.setattr(module._dense, "choose", lambda *given: SimpleNamespace(strategy="fused", config=config or usual))
+        module.moe_gemm_rs(task.x, task.weight[:1].expand(8, -1, -1).contiguous(), routing, config=config)
+    return plans[0]
+
+
 def _route_alone(group: Group) -> None:
     """The routing of what is known of all ranks is that of ranks that tell each other."""
     task = bare(group.rank, group=group, device=group.device)
-    known, told = task._router(MIXTURE)(), router(group, task.assignment)()
+    known, told = task.router(MIXTURE)(), router(group, task.assignment)()
     assert isinstance(known, Routing) and torch.equal(known.groups.index, told.groups.index)
     assert known.capacity == told.capacity and torch.equal(known.rows.starts, told.rows.starts)
 
@@ -139,11 +268,34 @@ def _measure(rank: int, world_size: int, cases: tuple[BenchCase, ...]) -> list[R
         return measure(group, cases, None)
 
 
+def _repeat(rank: int, world_size: int) -> None:
+    """Twenty calls on top of each other, of two problems in any order, and then right results."""
+    cases = [case for case in CASES if case.op == "moe_gemm_rs"]
+    with ghost_group(WORLD, timeout_s=5) as group:
+        suites = [bench.make_suite(group, case) for case in cases]
+        for suite in suites:
+            assert bench.check_suite(group, suite) == ""
+        fused = [next(each for each in suite.contenders if each.name == "ours fused") for suite in suites]
+        for call in range(20):
+            number = int(torch.randint(len(suites), ()))
+            suites[number].poison()
+            fused[number].run()
+            if call % 7 == 6:
+                torch.cuda.current_stream().synchronize()  # ghosts have blocks of flags for eight calls
+        group.synchronize()
+        fused[number].check()
+
+
+@pytest.mark.gpu
+def test_sums_call_after_call() -> None:
+    on_gpu(_repeat)
+
+
 @pytest.mark.gpu
 def test_every_contender_is_right() -> None:
     for case, times in zip(CASES, on_gpu(_measure, CASES), strict=True):
         assert times.problem == "", f"{case}: {times.problem}"
-        ours = ["ours auto", "ours pipelined", "ours fused"]
+        ours = [f"ours {each}" for each in ("auto", "pipelined", "fused") if each in WAYS[case.op]]
         assert list(times.rounds) == ["route", "gemm", "comm", "beside", "sequential", "pipelined", *ours]
         assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in times.rounds.values())
         assert set(times.skipped) == {"torch", "ours sequential"} and all(times.skipped.values())

@@ -20,17 +20,27 @@ from tileflux.kernels.beside import beside, join
 from tileflux.kernels.copy import move
 from tileflux.kernels.gemm_launch import launch_gemm
 from tileflux.kernels.gemm_shared import sms_for
-from tileflux.kernels.groups import Groups, sum_choices
+from tileflux.kernels.groups import Groups
 from tileflux.kernels.launch import on_host
 from tileflux.kernels.loading import load_once
 from tileflux.kernels.operands import Operands, Role
 from tileflux.kernels.plan import gather_plan, reduce_plan
 from tileflux.kernels.reduce import reduce
-from tileflux.kernels.roles import COMBINE, GATHERING, GATHERING_GROUPED, PLAIN, SCATTER, SPREAD, STAGE, Gathering
-from tileflux.kernels.turns import Turn, combine_shards, gather_shards, scatter_shards, spread_shards, turn
+from tileflux.kernels.roles import GATHERING, GATHERING_GROUPED, PLAIN, SCATTER, SPREAD, STAGE, Gathering
+from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, spread_shards, turn
 from tileflux.symm.group import Group
 
-__all__ = ["gather_rows", "multiply", "pipelined_tiles", "run_combine", "run_gather", "run_scatter", "run_spread"]
+__all__ = [
+    "gather_rows",
+    "multiply",
+    "num_summers",
+    "own_part",
+    "pipelined_tiles",
+    "run_gather",
+    "run_scatter",
+    "run_spread",
+    "sends_by_copies",
+]
 
 
 def run_gather(
@@ -56,7 +66,7 @@ def run_gather(
     if strategy == "fused" or on_host(group):
         tiles = pipelined_tiles(config) if strategy == "pipelined" and not is_grouped else config
         _load_later_parts(group, here, parts, tiles, gathered, roles)
-        by_copies = _sends_by_copies(group)
+        by_copies = sends_by_copies(group)
         if by_copies:
             _load_steps(group, here, parts[0])
             _feed(group, here, x, scale_x, config)
@@ -80,12 +90,12 @@ def run_scatter(
 ) -> None:
     """Multiply and reduce-scatter; ``operands.out`` has this rank's rows."""
     if strategy == "sequential" or group.world_size == 1:
-        mine = _own_part(operands, sum(rows))
+        mine = own_part(operands, sum(rows))
         multiply(group, mine, config)
         sizes = tuple(count * operands.num_columns * mine.out.element_size() for count in rows)
         reduce(group, op, mine.out, operands.out, reduce_plan(group.rank, sizes, scatter=True))
         return
-    if _sends_by_copies(group):
+    if sends_by_copies(group):
         _copy_finished(group, operands, rows, strategy, config)
         return
     tiles = pipelined_tiles(config) if strategy == "pipelined" else config
@@ -94,25 +104,6 @@ def run_scatter(
         _run(operands, SCATTER, tiles, group, here, releases=True)
     else:
         _push_finished(group, operands, config, here)
-
-
-def run_combine(group: Group, operands: Operands, rows: tuple[int, ...], strategy: str, config: GemmConfig) -> None:
-    """Multiply rows that are grouped by expert, add up every token's, and reduce-scatter tokens."""
-    groups, out = _groups(operands), operands.out
-    if strategy == "fused" and group.world_size > 1:
-        plan = combine_shards(COMBINE.name, rows, groups.capacity, operands.num_columns, out.element_size(), config)
-        _run(operands, COMBINE, config, group, turn(group, plan), releases=True)
-        return
-    products = _own_part(operands, groups.capacity)
-    add_up = partial(sum_choices, products.out, groups.positions, groups.weights, out.dtype)
-    if group.stream is not None:
-        # Of what is in memory already. Whether columns are whole units of 16 bytes makes another kernel of it.
-        load_once(group.device, (COMBINE.name, out.dtype, operands.num_columns % 8 == 0), add_up, group)
-    multiply(group, products, config, load_only=True)
-    multiply(group, products, config)
-    sums = add_up()
-    sizes = tuple(count * operands.num_columns * out.element_size() for count in rows)
-    reduce(group, COMBINE.name, sums, out, reduce_plan(group.rank, sizes, scatter=True))
 
 
 def run_spread(group: Group, operands: Operands, config: GemmConfig) -> None:
@@ -252,18 +243,18 @@ def _groups(operands: Operands) -> Groups:
     return operands.groups
 
 
-def _sends_by_copies(group: Group) -> bool:
+def sends_by_copies(group: Group) -> bool:
     """Whether rows go to peers by the copy engine: it takes no SM, and is not in the way of those that multiply."""
     return group.device.type == "cuda" and not group.traits.copies_need_sms
 
 
 def _feed(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, config: GemmConfig) -> None:
     """Send this rank's rows to every peer, beside what the caller's stream does next."""
-    if _sends_by_copies(group):
+    if sends_by_copies(group):
         # Not beside: a product that fills the GPU and waits for rows might keep it from ever starting.
         steps.launch_open(here, group.world_size)
     with beside(group, x, *(() if scale_x is None else (scale_x,))):
-        if _sends_by_copies(group):
+        if sends_by_copies(group):
             _feed_by_copies(group, here, x, scale_x)
         else:
             steps.launch_feed(here, x, scale_x, _num_feeders(group, config), group.world_size)
@@ -287,7 +278,7 @@ def _feed_by_copies(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Te
 
 def _push_finished(group: Group, operands: Operands, config: GemmConfig, here: Turn) -> None:
     plan, rank, world_size = here.plan, group.rank, group.world_size
-    mine = _own_part(operands, sum(plan.rows))
+    mine = own_part(operands, sum(plan.rows))
     _load_steps(group, here, mine)
     for owner in ((rank + 1 + hop) % world_size for hop in range(world_size)):
         part = _shard_of(mine, here, owner, mine.out)
@@ -295,7 +286,7 @@ def _push_finished(group: Group, operands: Operands, config: GemmConfig, here: T
         with beside(group, mine.out):
             steps.launch_push(here, part.out, owner, _num_feeders(group, config), world_size)
     join(group)
-    steps.launch_sum(here, operands.out, _num_summers(group), world_size)
+    steps.launch_sum(here, operands.out, num_summers(group), world_size)
 
 
 def _copy_finished(group: Group, operands: Operands, rows: tuple[int, ...], strategy: str, config: GemmConfig) -> None:
@@ -328,7 +319,10 @@ def _copy_finished(group: Group, operands: Operands, rows: tuple[int, ...], stra
         own_slot = here.slot(rank, rank, out.dtype, out.shape[1], 0)
         multiply(group, dataclasses.replace(_shard_of(mine, here, rank, mine.out), out=own_slot[: rows[rank]]), config)
     # Before what has been sent is waited for: peers' sums come at the same time, the other way.
-    steps.launch_sum(here, out, _num_summers(group), world_size)
+    if rows[rank]:
+        steps.launch_sum(here, out, num_summers(group), world_size)
+    else:
+        steps.launch_release(here, world_size)  # nobody sends
     join(group)
 
 
@@ -347,7 +341,7 @@ def _send_shard(here: Turn, owner: int, out: torch.Tensor) -> None:
         here.announce(owner, 0)
 
 
-def _own_part(operands: Operands, num_rows: int) -> Operands:
+def own_part(operands: Operands, num_rows: int) -> Operands:
     """This rank's part of the sum: the same product, of all rows, into memory of its own."""
     out = operands.out
     return dataclasses.replace(operands, out=out.new_empty((num_rows, out.shape[1])))
@@ -359,7 +353,7 @@ def pipelined_tiles(config: GemmConfig) -> GemmConfig:
     return dataclasses.replace(config, block_m=1024, block_n=1024)
 
 
-def _num_summers(group: Group) -> int:
+def num_summers(group: Group) -> int:
     """Programs that sum at the speed of memory. They wait, so there must be room beside them for who sends."""
     return max(1, sms_for(group) // 2 if "same GPU" in group.traits.links else 2 * sms_for(group))
 

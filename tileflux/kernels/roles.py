@@ -10,6 +10,7 @@ from tileflux.lang.policy import (
     combine_tile,
     scatter_tile,
     spread_tile,
+    stage_sums,
     stage_tile,
     store_tile,
     wait_for_nothing,
@@ -24,6 +25,7 @@ __all__ = [
     "ARRIVING",
     "ARRIVING_GROUPED",
     "COMBINE",
+    "COMBINE_STAGE",
     "GATHER",
     "GATHERED",
     "GATHERED_GROUPED",
@@ -69,5 +71,8 @@ GATHERING_GROUPED = Gathering(GATHER_GROUPED, ARRIVING_GROUPED, GATHERED_GROUPED
 
 SCATTER = Role("gemm_rs", departure_order, wait_for_slot, scatter_tile)
 COMBINE = Role("moe_gemm_rs", slab_order, wait_for_nothing, combine_tile, combines=True)
+COMBINE_STAGE = Role(
+    "moe_gemm_rs, sent by copies", slab_order, wait_for_nothing, stage_sums, combines=True, num_spare_sms=1
+)
 STAGE = Role("gemm_rs, sent by copies", departure_order, wait_for_nothing, stage_tile, num_spare_sms=1)
 SPREAD = Role("gemm_ar", twice_order, wait_for_slots, spread_tile, is_sharded=False, num_turns=2)

@@ -22,7 +22,7 @@ from tileflux.lang.turn import (
     RANK,
     SLOT_BYTES,
     ack_word,
-    close_shard,
+    close_chunk,
     confirm_call,
     counter_word,
     current_epoch,
@@ -42,11 +42,14 @@ __all__ = [
     "launch_push",
     "launch_release",
     "launch_sum",
+    "launch_sum_slabs",
     "load",
+    "load_for_slabs",
     "read_clock",
 ]
 
 _BLOCK = 2048
+_SUM_BLOCK = (8, 256)
 _NUM_WARPS = 8
 
 
@@ -70,10 +73,12 @@ def launch_await(turn: Turn, source: int, chunk: int, world_size: int, num_progr
         launch_step(_await_kernel, num_programs, (source, chunk, turn.table), (world_size,), 1)
 
 
-def launch_close(turn: Turn, owner: int, num_tiles: int, world_size: int, num_programs: int = 1) -> None:
-    """Let the stream wait until so many tiles of ``owner``'s shard have been counted."""
+def launch_close(
+    turn: Turn, owner: int, num_tiles: int, world_size: int, num_programs: int = 1, chunk: int = 0
+) -> None:
+    """Let the stream wait until so many tiles of a chunk, or slab, of ``owner``'s shard have been counted."""
     with launching(turn.group):
-        launch_step(_close_kernel, num_programs, (owner, num_tiles, turn.table), (world_size,), 1)
+        launch_step(_close_kernel, num_programs, (owner, chunk, num_tiles, turn.table), (world_size,), 1)
 
 
 def launch_push(turn: Turn, partial: torch.Tensor, owner: int, num_feeders: int, world_size: int) -> None:
@@ -89,6 +94,16 @@ def launch_sum(turn: Turn, out: torch.Tensor, num_programs: int, world_size: int
     constants = (ELEMENTS[out.dtype], address % 16 == 0, world_size, _BLOCK)
     with launching(turn.group):
         launch_step(_sum_kernel, num_programs, (address, out.numel(), turn.table), constants, _NUM_WARPS)
+
+
+def launch_sum_slabs(turn: Turn, out: torch.Tensor, num_programs: int, world_size: int) -> None:
+    """As ``launch_sum``, of shards that come and lie slab by slab."""
+    address, (num_rows, num_columns) = out.data_ptr(), out.shape
+    arguments = (address, num_rows, num_columns, turn.plan.slab_columns, turn.table)
+    is_aligned = address % 16 == 0 and num_columns * out.element_size() % 16 == 0
+    constants = (ELEMENTS[out.dtype], is_aligned, world_size, *_SUM_BLOCK)
+    with launching(turn.group):
+        launch_step(_sum_slabs_kernel, num_programs, arguments, constants, _NUM_WARPS)
 
 
 def launch_release(turn: Turn, world_size: int, num_programs: int = 1) -> None:
@@ -119,6 +134,16 @@ def load(turn: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.T
         launch_step(_sum_kernel, 0, (0, 0, turn.table), constants, _NUM_WARPS)
 
 
+def load_for_slabs(turn: Turn, out: torch.Tensor, world_size: int) -> None:
+    """The same of those that send and sum slab by slab."""
+    launch_open(turn, world_size, 0)
+    launch_close(turn, 0, 0, world_size, 0)
+    launch_release(turn, world_size, 0)
+    for aligned in (False, True):
+        constants = (ELEMENTS[out.dtype], aligned, world_size, *_SUM_BLOCK)
+        launch_step(_sum_slabs_kernel, 0, (0, 0, 0, 1, turn.table), constants, _NUM_WARPS)
+
+
 @triton.jit(do_not_specialize=("x", "scale_x", "row_bytes", "table_ptr"))
 def _feed_kernel(
     x: tl.int64,
@@ -140,9 +165,9 @@ def _open_kernel(table_ptr, WORLD: tl.constexpr):
     confirm_call(table_ptr)
 
 
-@triton.jit(do_not_specialize=("owner", "num_tiles", "table_ptr"))
-def _close_kernel(owner: tl.int32, num_tiles: tl.int32, table_ptr, WORLD: tl.constexpr):
-    close_shard(table_ptr, owner, num_tiles, WORLD)
+@triton.jit(do_not_specialize=("owner", "chunk", "num_tiles", "table_ptr"))
+def _close_kernel(owner: tl.int32, chunk: tl.int32, num_tiles: tl.int32, table_ptr, WORLD: tl.constexpr):
+    close_chunk(table_ptr, owner, chunk, num_tiles, WORLD)
     confirm_call(table_ptr)
 
 
@@ -202,6 +227,47 @@ def _sum_kernel(
         mask = offsets < num_elements
         total = sum_slots(first, offsets, mask, stride, TYPE, False, WORLD)
         tl.store(typed(out, TYPE, False) + offsets, total.to(TYPE), mask=mask)
+    release(table_ptr, WORLD)
+
+
+@triton.jit(do_not_specialize=("out", "num_rows", "N", "slab_columns", "table_ptr"))
+def _sum_slabs_kernel(
+    out: tl.int64,
+    num_rows: tl.int32,
+    N: tl.int32,
+    slab_columns: tl.int32,
+    table_ptr,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WORLD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    rank = word(table_ptr, RANK)
+    epoch = current_epoch(table_ptr, WORLD)
+    stride = tl.load(table_ptr + SLOT_BYTES)
+    if ALIGNED:
+        # So that the compiler can tell that every row is whole units of 16 bytes. A slab is whole tiles.
+        N = N // (128 // TYPE.primitive_bitwidth) * (128 // TYPE.primitive_bitwidth)
+        slab_columns = slab_columns // 16 * 16
+    to = typed(out, TYPE, ALIGNED)
+    for slab in range(tl.cdiv(N, slab_columns)):
+        for hop in range(1, WORLD):
+            source = (rank + hop) % WORLD
+            await_word(flag_word(table_ptr, rank, source, slab, WORLD), epoch + 1, source, table_ptr)
+        begin = slab * slab_columns
+        width = min(N - begin, slab_columns)
+        if ALIGNED:
+            width = width // (128 // TYPE.primitive_bitwidth) * (128 // TYPE.primitive_bitwidth)
+        first = slot(table_ptr, rank, tl.full((), 0, tl.int32), epoch, WORLD)
+        first += num_rows.to(tl.int64) * begin * (TYPE.primitive_bitwidth // 8)
+        across = tl.cdiv(width, COLUMNS)
+        for block in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * across, tl.num_programs(0)):
+            rows = (block // across * ROWS + tl.arange(0, ROWS))[:, None]
+            columns = (block % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+            mask = (rows < num_rows) & (columns < width)
+            total = sum_slots(first, rows.to(tl.int64) * width + columns, mask, stride, TYPE, ALIGNED, WORLD)
+            tl.store(to + (rows.to(tl.int64) * N + (begin + columns)), total.to(TYPE), mask=mask)
     release(table_ptr, WORLD)
 
 

@@ -68,7 +68,11 @@ class ShardPlan:
     by_copies: bool = False
     """Products are copied to their owners: instead of a second half of slots, the buffer holds what is to be copied."""
     staging_bytes: int = 0
-    """Of memory of this rank's own, which calls of all plans share: what is not to be sent as it is."""
+    """Of memory of this rank's own, which calls of all plans share: what is not to be sent as it is.
+
+    With ``slab_columns`` there is, in front of it, a slot for each owner, from which its slabs are sent."""
+    slab_columns: int = 0
+    """Where shards lie and are sent slab by slab, the columns of one; the last has what is left."""
 
     @functools.cached_property
     def first_rows(self) -> tuple[int, ...]:
@@ -78,6 +82,11 @@ class ShardPlan:
     def chunk(self, rank: int, index: int) -> range:
         """Rows, within ``rank``'s shard, of one of its chunks."""
         return range(min(self.rows[rank], index * self.chunk_rows), min(self.rows[rank], (index + 1) * self.chunk_rows))
+
+    def slabs(self, num_columns: int) -> list[range]:
+        """The columns of every slab; none is empty."""
+        firsts = range(0, num_columns, self.slab_columns)
+        return [range(first, min(num_columns, first + self.slab_columns)) for first in firsts]
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -119,11 +128,28 @@ def spread_shards(
 
 @functools.lru_cache(maxsize=4096)
 def combine_shards(
-    op: str, rows: tuple[int, ...], capacity: int, num_columns: int, itemsize: int, config: GemmConfig
+    op: str,
+    rows: tuple[int, ...],
+    capacity: int,
+    num_columns: int,
+    itemsize: int,
+    config: GemmConfig,
+    by_copies: bool = False,
 ) -> ShardPlan:
-    """Reduce-scatter of tokens whose rows are elsewhere: as ``scatter_shards``, and room for ``capacity`` such rows."""
+    """Reduce-scatter of tokens whose rows are elsewhere: as ``scatter_shards``, and room for ``capacity`` such rows.
+
+    What copies send is in memory of this rank's own, too: the buffer has slots alone. There is a flag per slab.
+    """
     plan = scatter_shards(op, rows, num_columns, itemsize, config)
-    return dataclasses.replace(plan, staging_bytes=capacity * num_columns * itemsize)
+    products = capacity * num_columns * itemsize
+    if not by_copies:
+        return dataclasses.replace(plan, staging_bytes=products)
+    num_tiles = -(-num_columns // config.block_n)
+    return dataclasses.replace(
+        plan, num_flags=MAX_CHUNKS, data_bytes=plan.data_bytes // 2, by_copies=True,
+        staging_bytes=len(rows) * plan.slot_bytes + products,
+        slab_columns=max(1, -(-num_tiles // config.num_chunks)) * config.block_n,
+    )  # fmt: skip
 
 
 def turn(group: Group, plan: ShardPlan) -> Turn:
@@ -287,9 +313,27 @@ class Turn:
         return self.slot(owner, self.rank, dtype, num_columns, 0)[: self.plan.rows[owner]]
 
     @_made_once
-    def staged(self, owner: int) -> torch.Tensor:
-        """The word that says of which call ``owner``'s shard was the last to be complete in ``staging``."""
-        place = CONTROL.counters(self._world_size) + owner * MAX_CHUNKS + 1
+    def slab_to_send(self, owner: int, index: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
+        """A slab of this rank's sums that ``owner`` will add to others': its rows, without gaps."""
+        begin = owner * self.plan.slot_bytes
+        return self._slab(self.own[begin : begin + self.plan.slot_bytes], owner, index, dtype, num_columns)
+
+    @_made_once
+    def slab_at(self, owner: int, source: int, index: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
+        """Where ``source``'s goes."""
+        begin = source * self.plan.slot_bytes
+        slot = self._data.view(owner)[begin : begin + self.plan.slot_bytes]
+        return self._slab(slot, owner, index, dtype, num_columns)
+
+    def _slab(self, slot: torch.Tensor, owner: int, index: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
+        num_rows, columns = self.plan.rows[owner], self.plan.slabs(num_columns)[index]
+        begin, size = (num_rows * count * dtype.itemsize for count in (columns.start, len(columns)))
+        return slot[begin : begin + size].view(dtype).view(num_rows, len(columns))
+
+    @_made_once
+    def staged(self, owner: int, chunk: int = 0) -> torch.Tensor:
+        """The word that says of which call ``owner``'s chunk, or slab, was the last that copies could send."""
+        place = CONTROL.staged(self._world_size) + owner * MAX_CHUNKS + chunk
         return self._control.view(dtype=torch.int32)[place : place + 1]
 
     @_made_once
@@ -372,7 +416,9 @@ def _describe_control(world_size: int, offset: int) -> str:
     if index < CONTROL.ack:
         names = {CONTROL.epoch: "epoch", CONTROL.done: "done", CONTROL.next: "next", CONTROL.fetched: "fetched"}
         return names[index]
-    return f"ack[rank {index - CONTROL.ack}]" if index < CONTROL.counters(world_size) else "counter"
+    if index < CONTROL.counters(world_size):
+        return f"ack[rank {index - CONTROL.ack}]"
+    return "counter" if index < CONTROL.staged(world_size) else "staged"
 
 
 def _describe_flag(world_size: int, offset: int) -> str:

@@ -34,6 +34,7 @@ __all__ = [
     "scatter_tile",
     "slot",
     "spread_tile",
+    "stage_sums",
     "stage_tile",
     "store_tile",
     "sum_slots",
@@ -138,7 +139,7 @@ def combine_tile(value, target, place, table, SPEC: tl.constexpr):
     out, groups, slab, wanted = target
     rank = word(table, RANK)
     owner, first_row, row, column, num_rows, N, number, turn = place
-    counter = counter_word(table, rank, rank * 0, slab, SPEC.world_size)
+    counter = counter_word(table, rank, rank, slab, SPEC.world_size)
     staging = data(table, rank, SPEC.world_size) + tl.load(table + STAGING)
     if turn == 0:
         _store(value, staging, row, column, num_rows, N, SPEC)
@@ -148,7 +149,8 @@ def combine_tile(value, target, place, table, SPEC: tl.constexpr):
         _wait(counter, wanted, rank, table, SPEC)
         epoch = current_epoch(table, SPEC.world_size)
         to = slot(table, owner, rank, epoch, SPEC.world_size)
-        _combine_rows(value.shape, groups, staging, to, first_row, row, column, num_rows, N, SPEC)
+        pitch = _pitch(N, SPEC)
+        _combine_rows(value.shape, groups, staging, to, pitch, column, first_row, row, column, num_rows, N, SPEC)
         if owner != rank:
             signal(flag_word(table, owner, rank, number, SPEC.world_size), epoch + 1)
         else:
@@ -156,8 +158,47 @@ def combine_tile(value, target, place, table, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _combine_rows(SHAPE: tl.constexpr, groups, staging, to, first_row, row, column, num_rows, N, SPEC: tl.constexpr):
-    """The choices of a block of tokens, weighted and added up in fp32, a few tokens at a time."""
+def stage_sums(value, target, place, table, SPEC: tl.constexpr):
+    """As ``combine_tile``, for copies to send: sums go into this rank's own memory, and are counted by owner and slab.
+
+    There, and in slots, a shard lies slab by slab, so that each is one run of bytes. One's own sums go to one's own
+    slot, and nothing is added up here, as in ``stage_tile``. In front of the products the memory has room for a slot of
+    every owner.
+    """
+    _, groups, slab, wanted = target
+    rank = word(table, RANK)
+    owner, first_row, row, column, num_rows, N, _, turn = place
+    counter = counter_word(table, rank, rank, slab, SPEC.world_size)
+    sums = data(table, rank, SPEC.world_size) + tl.load(table + STAGING)
+    products = sums + SPEC.world_size * tl.load(table + SLOT_BYTES)
+    if turn == 0:
+        _store(value, products, row, column, num_rows, N, SPEC)
+        count(counter)
+    else:
+        _wait(counter, wanted, rank, table, SPEC)
+        to = sums + owner.to(tl.int64) * tl.load(table + SLOT_BYTES)
+        if owner == rank:
+            to = slot(table, rank, rank, current_epoch(table, SPEC.world_size), SPEC.world_size)
+        slab_columns = tl.cdiv(tl.cdiv(N, SPEC.block_n), SPEC.num_slabs) * SPEC.block_n
+        first = slab * slab_columns
+        to += num_rows.to(tl.int64) * first * (SPEC.out_type.primitive_bitwidth // 8)
+        pitch = _pitch(min(N - first, slab_columns), SPEC)
+        _combine_rows(
+            value.shape, groups, products, to, pitch, column - first, first_row, row, column, num_rows, N, SPEC
+        )
+        if owner != rank:
+            count(counter_word(table, rank, owner, slab, SPEC.world_size))
+
+
+@triton.jit
+def _combine_rows(
+    SHAPE: tl.constexpr, groups, staging, to, to_pitch, to_column, first_row, row, column, num_rows, N,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """The choices of a block of tokens, weighted and added up in fp32, a few tokens at a time.
+
+    The block goes to ``to``, at the same row and at ``to_column``, where rows are ``to_pitch`` elements apart.
+    """
     ROWS: tl.constexpr = 16
     words = groups.to(tl.pointer_type(tl.int32))
     top_k = tl.load(words + _TOP_K)
@@ -177,7 +218,7 @@ def _combine_rows(SHAPE: tl.constexpr, groups, staging, to, first_row, row, colu
             offsets = place[:, None].to(tl.int64) * pitch + columns[None, :]
             value = tl.load(rows_here + offsets, mask=mask, other=0.0).to(tl.float32)
             total += tl.where(mask, weight[:, None] * value, 0.0)
-        offsets = rows[:, None].to(tl.int64) * pitch + columns[None, :]
+        offsets = rows[:, None].to(tl.int64) * to_pitch + (to_column + tl.arange(0, SHAPE[1]))[None, :]
         mask = (rows < num_rows)[:, None] & (columns < pitch)[None, :]
         tl.store(typed(to, SPEC.out_type, SPEC.out_aligned) + offsets, total.to(SPEC.out_type), mask=mask)
 

@@ -11,6 +11,7 @@ from tileflux.lang.turn import (
     confirm_call,
     feed,
     leave,
+    leave_counted,
     release,
     release_counted,
     shard,
@@ -136,6 +137,8 @@ def leave_launch(table, SPEC: tl.constexpr):
         release_counted(table, SPEC.world_size)
     elif SPEC.releases:
         release(table, SPEC.world_size)
+    elif SPEC.combines:
+        leave_counted(table, SPEC.world_size)
     elif SPEC.fetches:
         leave(table, SPEC.world_size)
     elif SPEC.has_table:

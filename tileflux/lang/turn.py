@@ -15,7 +15,7 @@ and shards of products, on a stream beside the launch.
 
     open_call   waits for every ack >= epoch           all peers have finished the call before
                 sets next to epoch + 1                 which a copy carries to the peer's flag, behind the bytes
-    close_shard waits for a shard's count of tiles     before its copy; sets the count back
+    close_chunk waits for a chunk's count of tiles     before its copy; sets the count back
 
 ``table`` is the plan (``config.TableLayout``); the words are in ``config.ControlLayout``. Epochs are read from memory,
 so that a CUDA graph counts on. A buffer with two halves is used in turn: epoch n waits for ``ack >= n - 1``.
@@ -31,7 +31,7 @@ from tileflux.lang.trace import note_transfer
 
 __all__ = [
     "ack_word",
-    "close_shard",
+    "close_chunk",
     "confirm_call",
     "counter_word",
     "current_epoch",
@@ -41,6 +41,7 @@ __all__ = [
     "fetch",
     "flag_word",
     "leave",
+    "leave_counted",
     "open_call",
     "push_run",
     "release",
@@ -162,15 +163,16 @@ def open_call(table, WORLD: tl.constexpr):
 
 
 @triton.jit
-def close_shard(table, owner, num_tiles, WORLD: tl.constexpr):
-    """Before a copy sends a shard of products: all its tiles have been counted. Notes that, for who watches."""
+def close_chunk(table, owner, chunk, num_tiles, WORLD: tl.constexpr):
+    """Before a copy sends a chunk of a shard: all its tiles have been counted. Notes that, for who watches."""
     rank = word(table, RANK)
     guard = tl.load(table + GUARD).to(tl.pointer_type(tl.int64))
-    counter = counter_word(table, rank, owner, 0, WORLD)
+    counter = counter_word(table, rank, owner, chunk, WORLD)
     wait(counter, num_tiles, rank, guard, word(table, OP))
     tl.store(counter, 0)
     # Not the epoch: the launch that counted may have ended the call.
-    signal(counter_word(table, rank, owner, 1, WORLD), tl.load(_control(table, rank, WORLD) + _NEXT))
+    staged = counter + WORLD * _MAX_CHUNKS
+    signal(staged, tl.load(_control(table, rank, WORLD) + _NEXT))
 
 
 @triton.jit
@@ -218,12 +220,20 @@ def release(table, WORLD: tl.constexpr):
 
 @triton.jit
 def release_counted(table, WORLD: tl.constexpr):
-    """As ``release``, where programs have counted in the first peer's counters, which are set back."""
-    rank = word(table, RANK)
+    """As ``release``, where programs have counted in this rank's own counters, which are set back."""
     epoch = current_epoch(table, WORLD)
-    if leave(table, WORLD):
-        tl.store(counter_word(table, rank, rank * 0, tl.arange(0, _MAX_CHUNKS), WORLD), 0)
+    if leave_counted(table, WORLD):
         _give_back(table, epoch, WORLD)
+
+
+@triton.jit
+def leave_counted(table, WORLD: tl.constexpr):
+    """As ``leave``, likewise."""
+    rank = word(table, RANK)
+    was_last = leave(table, WORLD)
+    if was_last:
+        tl.store(counter_word(table, rank, rank, tl.arange(0, _MAX_CHUNKS), WORLD), 0)
+    return was_last
 
 
 @triton.jit
@@ -241,5 +251,5 @@ def _control(table, owner, WORLD: tl.constexpr):
 
 @triton.jit
 def counter_word(table, rank, peer, chunk, WORLD: tl.constexpr):
-    """Where the feeders of ``rank`` count who has moved its part of a chunk for ``peer``."""
+    """Where programs of ``rank`` count who has moved its part of a chunk for ``peer``, or finished tiles of it."""
     return _control(table, rank, WORLD) + _ACK + WORLD + peer * _MAX_CHUNKS + chunk

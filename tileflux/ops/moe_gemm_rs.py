@@ -13,8 +13,10 @@ in their order, and rounded; ranks are added up in fp32, s = 0, 1, 2, ..., and r
 
 fused: columns are cut into slabs. While one slab is multiplied, the rows of the slab before are added up by token, and
 stored into this rank's slot at the token's owner, with a flag; sums of one's own tokens come last, and wait for the
-flags of all peers. The last program of the launch tells the peers that it has read. The gradient, of rows, weights and
-what choices are weighted with, goes back through ``all_gather`` and ``grouped_gemm``.
+flags of all peers. The last program of the launch tells the peers that it has read. Where copies need no SM, sums stay
+in memory of this rank's own, counted by owner and slab, and the copy engine carries each such part when it is complete;
+a kernel at the end adds up all ranks'. The gradient, of rows, weights and what choices are weighted with, goes back
+through ``all_gather`` and ``grouped_gemm``.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from typing import Any
 
 import torch
 
-from tileflux.config import GemmConfig
-from tileflux.kernels.dense import run_combine
+from tileflux.config import GemmConfig, GemmProblem
+from tileflux.kernels.combine import run_combine
 from tileflux.kernels.groups import Groups, sum_choices
 from tileflux.ops import _dense, _moe
 from tileflux.ops._call import begin, check_out, guarded
@@ -36,7 +38,7 @@ from tileflux.ops.routing import Routing
 from tileflux.symm.group import group_by_name
 from tileflux.tune.lookup import problem_for
 
-__all__ = ["moe_gemm_rs", "moe_gemm_rs_reference"]
+__all__ = ["moe_gemm_rs", "moe_gemm_rs_reference", "slab_tiles"]
 
 _NUM_SLABS = 4
 
@@ -110,9 +112,7 @@ def _run(
     out = check_out("moe_gemm_rs", out, (rows[group.rank], num_columns), h, dtype=out_dtype, others=(weight,))
     problem = problem_for("moe_gemm_rs", num_tokens, num_columns, h.shape[1], h.dtype, h.device, group)
     choice = _dense.choose(problem, strategy, _dense.config_from(config))
-    tiles = _moe.tiles_for(choice.config, config, block_m, problem)
-    if not config:
-        tiles = dataclasses.replace(tiles, num_chunks=_NUM_SLABS)
+    tiles = slab_tiles(choice.config, config, block_m, problem)
     same = (rows, num_columns, h.dtype, out_dtype, choice.strategy, tiles.block_m, tiles.block_n, top_k)
     begin("moe_gemm_rs", group, same)
     if 0 in (num_tokens, num_columns):
@@ -122,6 +122,12 @@ def _run(
     with guarded(group):
         run_combine(group, operands, tuple(rows), choice.strategy, tiles)
     return out
+
+
+def slab_tiles(usual: GemmConfig, given: str, block_m: int, problem: GemmProblem) -> GemmConfig:
+    """As ``_moe.tiles_for``, and how many slabs columns are cut into."""
+    tiles = _moe.tiles_for(usual, given, block_m, problem)
+    return tiles if given else dataclasses.replace(tiles, num_chunks=_NUM_SLABS)
 
 
 def _fake(

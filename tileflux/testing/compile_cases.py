@@ -96,7 +96,7 @@ def _step(
         signature={**signature, "table_ptr": "*i64"},
         constexprs={"WORLD": 8, **constexprs},
         divisible_by_16=(),
-        options={"num_warps": 8 if "BLOCK" in constexprs else 1},
+        options={"num_warps": 8 if "BLOCK" in constexprs or "ROWS" in constexprs else 1},
         waits=waits,
         signals=signals,
     )
@@ -105,13 +105,18 @@ def _step(
 _STEPS = (
     _step("feed", {"x": "i64", "scale_x": "i64", "row_bytes": "i64"}, {"SCALED": True, "BLOCK": BLOCK}),
     _step("open", {}, {}, signals=False),
-    _step("close", {"owner": "i32", "num_tiles": "i32"}, {}),
+    _step("close", {"owner": "i32", "chunk": "i32", "num_tiles": "i32"}, {}),
     _step("await", {"source": "i32", "chunk": "i32"}, {}, signals=False),
     _step("push", {"partial": "i64", "nbytes": "i64", "owner": "i32"}, {"BLOCK": BLOCK}),
     _step(
         "sum",
         {"out": "i64", "num_elements": "i64"},
         {"TYPE": Imported("triton.language:bfloat16"), "ALIGNED": True, "BLOCK": BLOCK},
+    ),
+    _step(
+        "sum_slabs",
+        {"out": "i64", "num_rows": "i32", "N": "i32", "slab_columns": "i32"},
+        {"TYPE": Imported("triton.language:bfloat16"), "ALIGNED": True, "ROWS": 8, "COLUMNS": 256},
     ),
     _step("release", {}, {}, waits=False),
 )

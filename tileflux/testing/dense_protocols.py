@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -22,9 +23,20 @@ from tileflux.symm.group import Group
 from tileflux.testing.dense import DenseCase, Scales, ag_case, expected, gathered, ragged_sizes, reduction, rs_case
 from tileflux.testing.moe import Kind, MoeCase, expected_ag, expected_rs, moe_ag_case, moe_routing, moe_rs_case
 from tileflux.testing.numerics import assert_close, poisoned
+from tileflux.testing.simulated_streams import on_streams, simulated_streams
 from tileflux.testing.simulator import simulate
 
-__all__ = ["COMM", "PROTOCOLS", "Call", "CombineCall", "MoeCall", "calls", "run_protocol", "simulate_protocol"]
+__all__ = [
+    "BY_COPIES",
+    "COMM",
+    "PROTOCOLS",
+    "Call",
+    "CombineCall",
+    "MoeCall",
+    "calls",
+    "run_protocol",
+    "simulate_protocol",
+]
 
 COMM = CommConfig(num_lanes=2, slot_bytes=256, min_lane_bytes=64)
 TILES = GemmConfig(16, 16, 16, group_m=2, num_warps=4, num_sms=4, num_feeders=2)
@@ -79,6 +91,7 @@ class Call:
             gemm_rs(**arguments, out=out)
         else:
             gemm_ar(**arguments, algorithm=self.algorithm, out=out)
+        group.synchronize()
         assert_close(out, right, dtype=case.out_dtype, reduction=terms, what=what)
 
     def _run_many(self, case: DenseCase, arguments: dict[str, Any], right: torch.Tensor, what: str) -> None:
@@ -161,6 +174,7 @@ class CombineCall(MoeCall):
             given["scale_h"][: len(rows)] = scales
         out = poisoned(right.shape, case.out_dtype)
         moe_gemm_rs(h, routing=routing, **given, out=out, strategy=self.strategy, config=self.config)
+        group.synchronize()
         what = f"{self.op} {self.strategy} on rank {rank}"
         assert_close(out, right, dtype=case.out_dtype, reduction=case.num_terms * group.world_size, what=what)
 
@@ -269,6 +283,9 @@ PROTOCOLS: dict[str, tuple[Call, ...]] = {
 }
 """What is simulated, by name."""
 
+BY_COPIES = ("gemm_rs fused", "moe_gemm_rs fused")
+"""Those of them that can be simulated with what is sent going by the copy engine."""
+
 _ONE_OF_EACH_OP = {"many tiles": _MANY_TILES[:3], "mixed": (_MIXED[0], _MIXED[3], _MIXED[2])}
 _LARGE_WORLD = 5
 _SMALLEST = {"ag_gemm": 2, "moe_ag_gemm": 2, "moe_gemm_rs": 2, "gemm_rs": 2, "gemm_ar": 9}
@@ -299,16 +316,30 @@ def run_protocol(group: Group, protocol: str, seed: int) -> None:
             call.run(group, each)
 
 
+def _run_on_streams(group: Group, protocol: str, seed: int) -> None:
+    with on_streams(group):
+        run_protocol(group, protocol, seed)
+
+
 def simulate_protocol(
-    protocol: str, world_size: int, seed: int, *, fetches: bool = False, starved: bool = False
+    protocol: str,
+    world_size: int,
+    seed: int,
+    *,
+    fetches: bool = False,
+    starved: bool = False,
+    by_copies: bool = False,
 ) -> None:
     """One schedule of the whole world; ``seed`` draws the schedule and the numbers.
 
     As if every rank had four SMs, so that the kernels of the pipelined strategy have several programs, too. A GPU that
-    ranks share: programs fetch their tiles (``fetches``), and some begin late (``starved``).
+    ranks share: programs fetch their tiles (``fetches``), and some begin late (``starved``). GPUs of their own:
+    what is sent goes ``by_copies``, in the protocols that are among ``BY_COPIES``.
     """
     with (
+        simulated_streams() if by_copies else nullcontext(),
         mock.patch.object(dense, "sms_for", lambda group: TILES.num_sms),
         mock.patch.object(gemm_launch, "fetches_tiles", lambda group, config: fetches),
     ):
-        simulate(run_protocol, world_size, seed=seed, args=(protocol, seed), config=COMM, starved=starved)
+        run = _run_on_streams if by_copies else run_protocol
+        simulate(run, world_size, seed=seed, args=(protocol, seed), config=COMM, starved=starved)

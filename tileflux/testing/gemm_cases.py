@@ -18,6 +18,7 @@ from tileflux.kernels.roles import (
     ARRIVING,
     ARRIVING_GROUPED,
     COMBINE,
+    COMBINE_STAGE,
     GATHER,
     GATHER_GROUPED,
     GATHERED,
@@ -42,6 +43,8 @@ _POLICIES = "tileflux.lang.policy"
 _ORDERS = "tileflux.lang.schedule"
 _PLAIN_ENDS = (PLAIN, GATHERED, GATHERED_GROUPED)
 """Roles that wait for nobody and, as compiled here, tell nobody."""
+_STAGING = (STAGE, COMBINE_STAGE)
+"""Roles whose call ends with another launch."""
 
 
 def _config(role: Role, dtype: torch.dtype, arch: int, m: int, activation: str | None, block_m: int) -> GemmConfig:
@@ -72,7 +75,7 @@ def _spec(role: Role, operands: Operands, config: GemmConfig, use_tma: bool, fet
     return make_spec(
         operands, role, config,
         world_size=1 if role is PLAIN else _WORLD, num_feeders=config.num_feeders if role.feeds else 0,
-        releases=role not in (*_PLAIN_ENDS, STAGE), use_tma=use_tma, fetches=fetches, records=records,
+        releases=role not in (*_PLAIN_ENDS, *_STAGING), use_tma=use_tma, fetches=fetches, records=records,
     )  # fmt: skip
 
 
@@ -166,6 +169,9 @@ def _grouped_cases() -> list[CompileCase]:
     cases += [combine(bf16, arch, block_m=128) for arch in archs]
     cases += [combine(torch.float8_e4m3fn, 90, block_m=128), combine(bf16, 90, block_m=16)]
     cases += [combine(bf16, 90, block_m=128, fetches=True)]
+    stage = functools.partial(_case, COMBINE_STAGE, grouped="sorted")
+    cases += [stage(bf16, arch, block_m=128) for arch in archs]
+    cases += [stage(torch.float8_e4m3fn, 90, block_m=128), stage(bf16, 90, block_m=16)]
     return cases
 
 

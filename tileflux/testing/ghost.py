@@ -117,6 +117,30 @@ class Ghosts:
                     stream_wait(here.flag(peer, 0), epoch + 1)
                 stream_write(here.ack(rank, peer), epoch + 1)
 
+    def scatter_slabs(self, here: Turn, partials: Sequence[Sequence[torch.Tensor]]) -> None:
+        """As ``scatter``, slab by slab: pinned ``[m, columns of the slab]`` by source and slab.
+
+        A ghost sends a slab when the real rank has staged the same one for the owner that it comes to at that step.
+        """
+        rank, world_size, plan = self.group.rank, self.group.world_size, here.plan
+        epoch = self._next(plan.op)
+        num_columns = sum(slab.shape[1] for slab in partials[rank])
+        with torch.cuda.stream(self._sending):
+            for index in range(len(partials[rank])):
+                for hop in range(world_size - 1):
+                    owner, source = (rank + 1 + hop) % world_size, (rank - 1 - hop) % world_size
+                    if plan.rows[owner]:
+                        stream_wait(here.staged(owner, index), epoch + 1)
+                    slab = partials[source][index]
+                    self._send(source, index, here.slab_at(rank, source, index, slab.dtype, num_columns), slab)
+                    stream_write(here.flag(rank, index, source), epoch + 1)
+        last = len(partials[rank]) - 1
+        with torch.cuda.stream(self._answering):
+            for peer in ((rank + hop) % world_size for hop in range(1, world_size)):
+                if plan.rows[peer]:
+                    stream_wait(here.flag(peer, last), epoch + 1)
+                stream_write(here.ack(rank, peer), epoch + 1)
+
     def num_calls(self, op: str) -> int:
         """Calls of ``op`` that the ghosts have made."""
         return self._epochs.get(op, 0)

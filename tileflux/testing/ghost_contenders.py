@@ -306,21 +306,30 @@ class GhostScatter(GhostTask):
         depth = split_rows(k, self.world_size)[self.rank]
         self.x, self.weight = draw(1, (m, depth), dtype, self.device), draw(2, (n, depth), dtype, self.device)
         self.exact = product(self.x, self.weight)
-        size = (self.rows[self.rank], n)
-        mine = self.exact[self.place(self.rank)]
-        # As large as a rank's own: sums of as many products.
-        drawn = [draw(3 + source, size, torch.float32, self.device) * depth**0.5 for source in range(self.world_size)]
+        self.bring(depth)
+        self.choice = self.choose()
+
+    def bring(self, num_terms: int) -> None:
+        """What ghosts send beside ``exact``, this rank's part: as large, sums of as many products."""
+        m, n, _ = self.shape
+        size, dtype = (self.rows[self.rank], n), self.dtype
+        drawn = (
+            draw(3 + source, size, torch.float32, self.device) * num_terms**0.5 for source in range(len(self.rows))
+        )
         self.partials = [torch.empty(size, dtype=dtype, pin_memory=True).copy_(each) for each in drawn]
         others = (each for source, each in enumerate(self.partials) if source != self.rank)
-        self.expected = mine + torch.stack([each.to(self.device).float() for each in others]).sum(0)
+        self.expected = self.exact[self.place(self.rank)] + sum(each.to(self.device).float() for each in others)
         self.whole = torch.empty(m, n, dtype=dtype, device=self.device)
         self._slots = torch.empty(self.world_size, *size, dtype=dtype, device=self.device)
         self._outbox = [torch.empty(rows, n, dtype=dtype, pin_memory=True) for rows in self.rows]
         self.out = torch.empty(size, dtype=dtype, device=self.device)
-        self.choice = self.choose()
 
     def multiply(self) -> None:
         torch.mm(self.x, self.weight.t(), out=self.whole)
+
+    def make(self, owner: int, out: torch.Tensor) -> None:
+        """This rank's part of one owner's rows."""
+        torch.mm(self.x[self.place(owner)], self.weight.t(), out=out)
 
     def _steps(self) -> list[tuple[int, int]]:
         """(owner of what goes out, source of what comes in), step by step."""
@@ -344,11 +353,11 @@ class GhostScatter(GhostTask):
     def pipelined(self) -> None:
         current = torch.cuda.current_stream(self.device)
         for (owner, _), copies in zip(self._steps(), self.copies(), strict=True):
-            torch.mm(self.x[self.place(owner)], self.weight.t(), out=self.whole[self.place(owner)])
+            self.make(owner, self.whole[self.place(owner)])
             # A peer can send what it has computed at the same step.
             self._follow(current)
             self._start(*copies)
-        torch.mm(self.x[self.place(self.rank)], self.weight.t(), out=self._slots[self.rank])
+        self.make(self.rank, self._slots[self.rank])
         for stream in self._streams:
             current.wait_stream(stream)
         torch.sum(self._slots, 0, out=self.out)

@@ -1,6 +1,6 @@
-"""``moe_ag_gemm`` in a ghost world: tokens come as those of ``ag_gemm`` do, and the routing is made without anybody.
+"""The ops of experts in a ghost world: tokens come as those of ``ag_gemm`` do, and sums as partial ones of ``gemm_rs``.
 
-``moe_gemm_rs`` stores its sums to peers from SMs, which ghosts do not answer.
+Sums come and go slab by slab. The routing is made without anybody.
 """
 
 from __future__ import annotations
@@ -12,27 +12,32 @@ from typing import Any
 import torch
 
 from tileflux import ops
-from tileflux.config import GemmConfig
-from tileflux.kernels.turns import gather_shards, turn
+from tileflux.config import GemmConfig, GemmProblem
+from tileflux.kernels.turns import ShardPlan, combine_shards, gather_shards, turn
+from tileflux.ops._dense import config_text
+from tileflux.ops.moe_gemm_rs import slab_tiles
 from tileflux.ops.routing import Routing, route_gathered
 from tileflux.symm.group import Group
+from tileflux.testing.choice_sum import weighted_sum
 from tileflux.testing.contenders import Shape, Suite, draw
-from tileflux.testing.ghost_contenders import GhostGathering, suite_of
+from tileflux.testing.ghost_contenders import GhostGathering, GhostScatter, GhostTask, suite_of
 from tileflux.testing.moe_contenders import check_found, check_rows
 from tileflux.testing.moe_rows import Assignment, exact_rows, multiply_by_expert
+from tileflux.testing.numerics import assert_close
 from tileflux.testing.shapes import Mixture
 from tileflux.tune.lookup import Choice, lookup, problem_for
 
-__all__ = ["GhostMoeGather", "ghost_moe_suite"]
+__all__ = ["GhostMoeGather", "GhostMoeScatter", "ghost_moe_suite"]
 
 
 def ghost_moe_suite(
     group: Group, op: str, shape: Shape, mixture: Mixture, dtype: str, strategies: tuple[str, ...]
 ) -> Suite:
-    """An op of experts by the real rank of a ghost world; ``ValueError`` for one that ghosts do not play."""
-    if op != "moe_ag_gemm":
-        raise ValueError(f"{op} is not played by ghosts; of the ops of experts moe_ag_gemm is. Use --where mps")
-    task = GhostMoeGather(group, op, shape, getattr(torch, dtype), mixture)
+    """An op of experts by the real rank of a ghost world."""
+    kinds: dict[str, type[GhostMoeGather | GhostMoeScatter]] = {
+        "moe_ag_gemm": GhostMoeGather, "moe_gemm_rs": GhostMoeScatter
+    }  # fmt: skip
+    task = kinds[op](group, op, shape, getattr(torch, dtype), mixture)
     suite = suite_of(task, strategies)
     suite.parts = {"route": task.route, **suite.parts}
     suite.skipped["torch"] = "torch has no fused op for experts"
@@ -40,14 +45,35 @@ def ghost_moe_suite(
     return suite
 
 
-class GhostMoeGather(GhostGathering):
+class _WithExperts(GhostTask):
+    assignment: Assignment
+
+    def router(self, mixture: Mixture) -> Callable[[], Routing]:
+        """Sorts what all tokens chose. What ranks would have to tell each other first, ghosts have told already."""
+        ids, weights = (each.to(self.device) for each in (self.assignment.expert_ids, self.assignment.weights))
+        return partial(
+            route_gathered, ids, weights, num_experts=mixture.num_experts, group=self.group, sizes=self.rows,
+            ep_size=mixture.ep_size,
+        )  # fmt: skip
+
+    def problem(self) -> GemmProblem:
+        """As the op asks lookup."""
+        _, n, k = self.weight.shape
+        return problem_for(self.op, self.shape[0], n, k, self.dtype, self.device, self.group)
+
+    def choose(self) -> Choice:
+        """What lookup says of this shape."""
+        return lookup(self.problem())
+
+
+class GhostMoeGather(_WithExperts, GhostGathering):
     """One call. Products of the pipelined baseline lie shard by shard, as they come."""
 
     def __init__(self, group: Group, op: str, shape: Shape, dtype: torch.dtype, mixture: Mixture) -> None:
         super().__init__(group, op, shape, dtype)
         (m, n, k), device, rank = shape, self.device, self.rank
         self.assignment = Assignment(m, self.world_size, mixture)
-        self.route = self._router(mixture)
+        self.route = self.router(mixture)
         self.routing = self.route()
         everything = draw(1, (m, k), dtype, device)
         self.bring(everything)
@@ -56,14 +82,6 @@ class GhostMoeGather(GhostGathering):
         self.cut(everything)
         self.out = torch.empty((m * mixture.top_k, self.weight.shape[1]), dtype=dtype, device=device)
         self.choice = self.choose()
-
-    def _router(self, mixture: Mixture) -> Callable[[], Routing]:
-        """Sorts what all tokens chose. What ranks would have to tell each other first, ghosts have told already."""
-        ids, weights = (each.to(self.device) for each in (self.assignment.expert_ids, self.assignment.weights))
-        return partial(
-            route_gathered, ids, weights, num_experts=mixture.num_experts, group=self.group, sizes=self.rows,
-            ep_size=mixture.ep_size,
-        )  # fmt: skip
 
     def cut(self, everything: torch.Tensor) -> None:
         """Which rows there are, whose tokens they are, and what comes of them."""
@@ -78,11 +96,6 @@ class GhostMoeGather(GhostGathering):
         sources = self.assignment.sources.to(device)[self.tokens]
         self._by_shard = torch.cat([(sources == source).nonzero().flatten() for source in self.order])
         self._found: list[torch.Tensor] = []
-
-    def choose(self) -> Choice:
-        """What lookup says of this shape."""
-        _, n, k = self.weight.shape
-        return lookup(problem_for(self.op, self.shape[0], n, k, self.dtype, self.device, self.group))
 
     def multiply(self) -> None:
         self._found = [multiply_by_expert(self.sorted_rows, self.weight, self.picked)]
@@ -137,3 +150,96 @@ class GhostMoeGather(GhostGathering):
     def poison(self) -> None:
         super().poison()
         self._found = []
+
+
+class GhostMoeScatter(_WithExperts, GhostScatter):
+    """One call. The pipelined baseline finds its rows shard by shard, as that of ``moe_ag_gemm`` leaves them."""
+
+    def __init__(self, group: Group, op: str, shape: Shape, dtype: torch.dtype, mixture: Mixture) -> None:
+        GhostTask.__init__(self, group, op, shape, dtype)
+        m, n, k = shape
+        self.assignment = Assignment(m, self.world_size, mixture)
+        self.route = self.router(mixture)
+        self.routing = self.route()
+        width = self.assignment.share(self.rank, k)
+        self.weight = draw(2, (len(self.assignment.experts(self.rank)), n, width), dtype, self.device)
+        self.cut(width)
+        self.bring(width)
+        self.choice = self.choose()
+
+    def cut(self, width: int) -> None:
+        """This rank's rows, whose tokens they are, and what they add to the sums of all tokens."""
+        (m, n, _), rank, device = self.shape, self.rank, self.weight.device
+        assignment, top_k = self.assignment, self.assignment.mixture.top_k
+        self.picked = assignment.rows(rank, device)
+        self.factor = draw(1, (len(self.picked.slots), width), self.dtype, device)
+        self.x = self.factor.new_full((m * top_k, width), torch.nan)
+        self.x[: len(self.factor)] = self.factor
+        self._gates = assignment.weights.to(device)
+        tokens = self.picked.tokens
+        products = exact_rows(self.factor, self.weight, self.picked.counts)
+        products *= self._gates.flatten()[self.picked.slots][:, None]
+        self.exact = torch.zeros((m, n), device=device).index_add_(0, tokens, products)
+        self._positions = self.picked.positions(0, m)
+        owners = assignment.sources.to(device)[tokens]
+        self._shards = []
+        for owner in range(self.world_size):
+            shard, place = assignment.rows(rank, device, owner), assignment.place(owner)
+            positions, gates = shard.positions(place.start, self.rows[owner]), self._gates[place].contiguous()
+            self._shards.append((shard, self.factor[owners == owner].clone(), positions, gates))
+        self._terms = self.shape[2] * top_k
+
+    def multiply(self) -> None:
+        self._products = multiply_by_expert(self.factor, self.weight, self.picked)
+
+    def make_all(self) -> None:
+        """This rank's part of all sums."""
+        self.multiply()
+        weighted_sum(self._products, self._positions, self._gates, self.whole)
+
+    def make(self, owner: int, out: torch.Tensor) -> None:
+        shard, rows, positions, gates = self._shards[owner]
+        weighted_sum(multiply_by_expert(rows, self.weight, shard), positions, gates, out)
+
+    def sequential(self) -> None:
+        self.make_all()
+        self.communicate()
+        self._slots[self.rank].copy_(self.whole[self.place(self.rank)])
+        torch.sum(self._slots, 0, out=self.out)
+
+    def play(self, strategy: str, config: GemmConfig, asked: dict[str, Any]) -> Callable[[], None]:
+        block_m, n = self.routing.groups.block_m, self.shape[1]
+        tiles = slab_tiles(config, config_text(asked["config"]), block_m, self.problem())
+        capacity, itemsize = self.routing.capacity, self.dtype.itemsize
+        here = turn(self.group, combine_shards(self.op, self.rows, capacity, n, itemsize, tiles, by_copies=True))
+        how = {name: value for name, value in asked.items() if name != "sizes"}  # the routing has them
+        slabs = self.by_slab(here.plan)
+
+        def call() -> None:
+            self.here, self.epoch = here, self.ghosts.num_calls(self.op)
+            self.ghosts.start()
+            ops.moe_gemm_rs(self.x, self.weight, self.routing, **how)
+            self.ghosts.scatter_slabs(here, slabs)
+            self.ghosts.join()
+
+        return call
+
+    def by_slab(self, plan: ShardPlan) -> list[list[torch.Tensor]]:
+        """The partial sums of each source as they are sent, pinned."""
+        cuts = [slice(columns.start, columns.stop) for columns in plan.slabs(self.shape[1])]
+        return [[part[:, cut].clone(memory_format=torch.contiguous_format).pin_memory() for cut in cuts]
+                for part in self.partials]  # fmt: skip
+
+    def check(self) -> None:
+        # A sum of as many products as a token has choices.
+        assert_close(self.out, self.expected, reduction=self._terms, what=self.op)
+
+    def check_departed(self) -> None:
+        assert self.here is not None
+        n = self.shape[1]
+        for peer in self.peers:
+            exact = self.exact[self.place(peer)]
+            for index, columns in enumerate(self.here.plan.slabs(n)):
+                received = self.here.slab_at(peer, self.rank, index, self.dtype, n).to(self.device)
+                what = f"sums for rank {peer}, slab {index}"
+                assert_close(received, exact[:, columns.start : columns.stop], reduction=self._terms, what=what)

@@ -83,7 +83,7 @@ def send_off(
             with beside(group, sums):
                 steps.launch_push(here, sums, owner, dense._num_feeders(group, config), world_size)
         join(group)
-        steps.launch_sum(here, out, dense._num_summers(group), world_size)
+        steps.launch_sum(here, out, dense.num_summers(group), world_size)
 
 
 def _load(group: Group, here: Turn, x: torch.Tensor, out: torch.Tensor) -> None:

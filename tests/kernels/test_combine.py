@@ -1,0 +1,181 @@
+"""``moe_gemm_rs`` by the copy engine: what is queued where and when, and the same bits as by stores of SMs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tileflux import env, moe_gemm_rs
+from tileflux.config import GemmConfig
+from tileflux.kernels import combine
+from tileflux.kernels.groups import Groups
+from tileflux.kernels.operands import Operands
+from tileflux.kernels.roles import COMBINE, COMBINE_STAGE
+from tileflux.kernels.turns import ShardPlan, combine_shards
+from tileflux.symm.group import Group
+from tileflux.testing.dense_protocols import SLABS, CombineCall, simulate_protocol
+
+interpreted = pytest.mark.skipif(not env.interpreting(), reason="kernels were not decorated for the interpreter")
+
+CONFIG = GemmConfig(block_m=16, block_n=16, block_k=16, num_chunks=2)
+NUM_SEEDS = {2: 3, 3: 1}
+
+
+@interpreted
+@pytest.mark.parametrize("world_size", NUM_SEEDS)
+def test_every_schedule_gives_the_right_result_by_copies(world_size: int) -> None:
+    for seed in range(NUM_SEEDS[world_size]):
+        simulate_protocol("moe_gemm_rs fused", world_size, seed, by_copies=True)
+
+
+def _combine(group: Group, by_copies: bool, num_slabs: int, seed: int) -> torch.Tensor:
+    from tileflux.testing.simulated_streams import on_streams
+
+    config = dataclasses.replace(SLABS, num_chunks=num_slabs)
+    call = CombineCall(
+        "moe_gemm_rs", 11, columns=56, depth=48, ragged=True, kind="skewed", dtype=torch.bfloat16, config=config
+    )
+    case, routing = call.moe_case(group.world_size, seed), call.routed(group, seed)
+    rows, weight = case.xs[group.rank], case.weights[group.rank]
+    h = rows.new_zeros((routing.capacity, rows.shape[1]))
+    h[: len(rows)] = rows
+    with on_streams(group) if by_copies else contextlib.nullcontext():
+        out = moe_gemm_rs(h, weight, routing, strategy="fused", config=config)
+        group.synchronize()
+    return out
+
+
+@interpreted
+@pytest.mark.parametrize(("world_size", "num_slabs"), [(2, 4), (3, 2), (2, 1)])
+def test_copies_give_the_bits_that_stores_give(world_size: int, num_slabs: int) -> None:
+    from tileflux.testing.simulated_streams import simulated_streams
+    from tileflux.testing.simulator import simulate
+
+    seed = int(torch.randint(2**20, ()))
+    by_stores = simulate(_combine, world_size, seed=seed, args=(False, num_slabs, seed))
+    with simulated_streams():
+        by_copies = simulate(_combine, world_size, seed=seed, args=(True, num_slabs, seed))
+    for one, other in zip(by_stores, by_copies, strict=True):
+        assert torch.equal(one, other) and one.dtype == torch.bfloat16
+    assert any(each.numel() and each.abs().max() > 0 for each in by_stores)
+
+
+class Queued:
+    """In the place of launches, streams and copies: notes what is queued on which."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, rank: int, rows: tuple[int, ...]) -> None:
+        self.seen: list[tuple] = []
+        self.plans: list[ShardPlan] = []
+        self._stream, self._num_events = "main", 0
+        self.group = SimpleNamespace(
+            device=torch.device("cuda"), rank=rank, world_size=len(rows), stream=None,
+            traits=SimpleNamespace(copies_need_sms=False),
+        )  # fmt: skip
+        patch.setattr(combine, "turn", self._turn)
+        patch.setattr(combine, "load_once", lambda *arguments: self.seen.append(("load",)))
+        patch.setattr(combine, "launch_gemm", self._launch)
+        patch.setattr(combine, "beside", self._beside)
+        patch.setattr(combine, "join", lambda group: self.seen.append((self._stream, "join")))
+        patch.setattr(combine, "num_summers", lambda group: 6)
+        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=self._record))
+        for name in ("launch_open", "launch_close", "launch_sum_slabs", "launch_release"):
+            patch.setattr(combine.steps, name, self._step(name))
+
+    def _record(self) -> str:
+        self._num_events += 1
+        self.seen.append((self._stream, "event", self._num_events))
+        return str(self._num_events)
+
+    def _step(self, name: str) -> Any:
+        def launch(here: Any, *arguments: Any, chunk: int = 0) -> None:
+            given = arguments[:2] if name == "launch_close" else ()
+            self.seen.append((self._stream, name, *given, *((chunk,) if given else ())))
+
+        return launch
+
+    def _launch(self, operands: Operands, role: object, config: object, **named: Any) -> None:
+        assert role is COMBINE_STAGE and config == CONFIG and not named.get("releases")
+        self.seen.append((self._stream, "gemm"))
+
+    @contextlib.contextmanager
+    def _beside(self, group: object, *used: object, after: str, closing: bool = False) -> Iterator[None]:
+        self._stream = "closing" if closing else "sending"
+        self.seen.append((self._stream, "after", int(after)))
+        yield
+        self._stream = "main"
+
+    def _turn(self, group: object, plan: ShardPlan) -> Any:
+        self.plans.append(plan)
+
+        def place(*what: object) -> Any:
+            to_flag = what[0] == "flag"
+            noted = ("flag" if to_flag else "copy", *what[1:])
+            return SimpleNamespace(
+                what=what, copy_=lambda source, non_blocking: self.seen.append((self._stream, *noted, source))
+            )
+
+        return SimpleNamespace(
+            plan=plan,
+            next="next",
+            flag=lambda owner, index: place("flag", owner, index),
+            slab_at=lambda owner, source, index, dtype, n: place("slab", owner, source, index),
+            slab_to_send=lambda owner, index, dtype, n: ("staged", owner, index),
+        )
+
+
+def run(queued: Queued, rows: tuple[int, ...], num_columns: int) -> None:
+    groups = Groups(torch.zeros(8, dtype=torch.int32), 1, 16, 32, sum(rows), 2)
+    out = torch.empty(rows[queued.group.rank], num_columns)
+    operands = Operands(torch.empty(32, 16), torch.empty(num_columns, 16), out, groups=groups)
+    combine.run_combine(queued.group, operands, rows, "fused", CONFIG)  # type: ignore[arg-type]
+    (plan,) = queued.plans
+    assert plan == combine_shards(COMBINE.name, rows, 32, num_columns, 4, CONFIG, by_copies=True)
+
+
+def test_each_owners_slab_is_sent_behind_its_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three slabs of tiles in two: the last has fewer. The next rank's come first; who has no tokens gets nothing."""
+    rows, rank = (20, 5, 0, 33), 1
+    queued = Queued(monkeypatch, rank, rows)
+    run(queued, rows, 40)
+    expected: list[tuple] = [("load",), ("main", "launch_open"), ("main", "event", 1), ("main", "gemm")]
+    number = 1
+    for slab, across in ((0, 2), (1, 1)):
+        for owner, tall in ((3, 3), (0, 2)):
+            number += 1
+            expected += [
+                ("closing", "after", 1),
+                ("closing", "launch_close", owner, tall * across, slab),
+                ("closing", "event", number),
+                ("sending", "after", number),
+                ("sending", "copy", owner, rank, slab, ("staged", owner, slab)),
+                ("sending", "flag", owner, slab, "next"),
+            ]
+    assert queued.seen == [*expected, ("main", "launch_sum_slabs"), ("main", "join")]
+
+
+def test_who_has_no_tokens_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued = Queued(monkeypatch, 2, (20, 5, 0, 33))
+    run(queued, (20, 5, 0, 33), 40)
+    assert queued.seen[-2:] == [("main", "launch_release"), ("main", "join")]
+    assert ("main", "launch_sum_slabs") not in queued.seen
+
+
+def test_virtual_ranks_and_the_cpu_do_not_send_by_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[object] = []
+    monkeypatch.setattr(combine, "turn", lambda group, plan: launched.append(plan.by_copies))
+    monkeypatch.setattr(combine, "on_host", lambda group: False)
+    monkeypatch.setattr(combine, "launch_gemm", lambda operands, role, config, **named: launched.append((role, named)))
+    groups = Groups(torch.zeros(8, dtype=torch.int32), 1, 16, 32, 8, 2)
+    operands = Operands(torch.empty(32, 16), torch.empty(40, 16), torch.empty(4, 40), groups=groups)
+    traits = SimpleNamespace(copies_need_sms=True)
+    for device in ("cuda", "cpu"):
+        group: Any = SimpleNamespace(device=torch.device(device), rank=0, world_size=2, traits=traits)
+        combine.run_combine(group, operands, (4, 4), "fused", CONFIG)
+        by_copies, (role, named) = launched[-2:]
+        assert not by_copies and role is COMBINE and named["releases"]
