@@ -114,17 +114,15 @@ class Queued:
         self.plans.append(plan)
 
         def place(*what: object) -> Any:
-            to_flag = what[0] == "flag"
-            noted = ("flag" if to_flag else "copy", *what[1:])
             return SimpleNamespace(
-                what=what, copy_=lambda source, non_blocking: self.seen.append((self._stream, *noted, source))
+                copy_=lambda source, non_blocking: self.seen.append((self._stream, "copy", *what, source))
             )
 
         return SimpleNamespace(
             plan=plan,
-            next="next",
-            flag=lambda owner, index: place("flag", owner, index),
-            slab_at=lambda owner, source, index, dtype, n: place("slab", owner, source, index),
+            count_call=lambda: self.seen.append((self._stream, "counted")),
+            announce=lambda owner, index: self.seen.append((self._stream, "flag", owner, index)),
+            slab_at=lambda owner, source, index, dtype, n: place(owner, source, index),
             slab_to_send=lambda owner, index, dtype, n: ("staged", owner, index),
         )
 
@@ -143,7 +141,9 @@ def test_each_owners_slab_is_sent_behind_its_count(monkeypatch: pytest.MonkeyPat
     rows, rank = (20, 5, 0, 33), 1
     queued = Queued(monkeypatch, rank, rows)
     run(queued, rows, 40)
-    expected: list[tuple] = [("load",), ("main", "launch_open"), ("main", "event", 1), ("main", "gemm")]
+    expected: list[tuple] = [
+        ("load",), ("main", "counted"), ("main", "launch_open"), ("main", "event", 1), ("main", "gemm")
+    ]  # fmt: skip
     number = 1
     for slab, across in ((0, 2), (1, 1)):
         for owner, tall in ((3, 3), (0, 2)):
@@ -154,7 +154,7 @@ def test_each_owners_slab_is_sent_behind_its_count(monkeypatch: pytest.MonkeyPat
                 ("closing", "event", number),
                 ("sending", "after", number),
                 ("sending", "copy", owner, rank, slab, ("staged", owner, slab)),
-                ("sending", "flag", owner, slab, "next"),
+                ("sending", "flag", owner, slab),
             ]
     assert queued.seen == [*expected, ("main", "launch_sum_slabs"), ("main", "join")]
 
