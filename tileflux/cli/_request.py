@@ -53,7 +53,7 @@ class Op(enum.StrEnum):
 
 WITH_EXPERTS = (Op.MOE_AG_GEMM, Op.MOE_GEMM_RS, Op.GROUPED_GEMM)
 _ALONE = (Op.GEMM, Op.GROUPED_GEMM)
-_PLAYED = (Op.AG_GEMM, Op.GEMM_RS, Op.MOE_AG_GEMM)
+_PLAYED = (Op.AG_GEMM, Op.GEMM_RS, Op.MOE_AG_GEMM, Op.MOE_GEMM_RS)
 
 
 class Dtype(enum.StrEnum):
