@@ -96,7 +96,8 @@ def test_words_of_a_fused_op_do_not_overlap(world_size: int) -> None:
     """Laid out by hand as the device reads them: ``lang/turn.py`` adds these up by itself."""
     acks = [CONTROL.ack + peer for peer in range(world_size)]
     counters = [CONTROL.counters(world_size) + i for i in range(world_size * MAX_CHUNKS)]
-    words = [CONTROL.epoch, CONTROL.done, CONTROL.next, CONTROL.fetched, *acks, *counters]
+    staged = [CONTROL.staged(world_size) + i for i in range(world_size * MAX_CHUNKS)]
+    words = [CONTROL.epoch, CONTROL.done, CONTROL.next, CONTROL.fetched, *acks, *counters, *staged]
     assert sorted(words) == list(range(len(words))) and CONTROL.nbytes(world_size) == 4 * len(words)
     single = [field.default for field in dataclasses.fields(TABLE) if field.name != "arrays"]
     assert sorted(single) == list(range(TABLE.arrays))

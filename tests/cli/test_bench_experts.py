@@ -118,7 +118,7 @@ def test_tokens_there_and_back_on_a_gpu(where: str) -> None:
 @pytest.mark.parametrize(
     ("op", "where"),
     [("moe_ag_gemm", "local"), ("moe_ag_gemm", "mps"), ("moe_ag_gemm", "ghost"), ("moe_gemm_rs", "local"),
-     ("moe_gemm_rs", "mps"), ("grouped_gemm", "local")],
+     ("moe_gemm_rs", "mps"), ("moe_gemm_rs", "ghost"), ("grouped_gemm", "local")],
 )  # fmt: skip
 def test_ops_of_experts_on_a_gpu(op: str, where: str) -> None:
     world = () if op == "grouped_gemm" else ("--world", "2")

@@ -64,8 +64,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         (["ag_gemm", "8", "8", "8", "--csv", "/tmp"], "--csv /tmp is a folder, and should be a file"),
         (["ag_gemm", "8", "8", "8", "--json", "-", "--csv", "-"], "both be on standard output"),
         (["ag_gemm", "8", "8", "8", "--plot", "picture.txt"], "--plot picture.txt should end in .png, .svg, .pdf"),
-        (["gemm_ar", "8", "8", "8", "--where", "ghost"], "ghosts play ag_gemm, gemm_rs and moe_ag_gemm, not gemm_ar"),
-        (["moe_gemm_rs", *MOE, "--where", "ghost"], "and moe_ag_gemm, not moe_gemm_rs; use --where mps"),
+        (["gemm_ar", "8", "8", "8", "--where", "ghost"], "gemm_rs, moe_ag_gemm and moe_gemm_rs, not gemm_ar"),
         (["moe_ag_gemm", "8", "8", "8"], "moe_ag_gemm needs --experts and --top-k, or --shapes; --experts, --top-k mi"),
         (["moe_ag_gemm", "8", "8", "8", "--experts", "4"], "or --shapes; --top-k missing"),
         (

@@ -183,7 +183,7 @@ def test_sums_for_peers_are_those_of_real_ranks() -> None:
     run_ranks(_sums_as_by_the_op, WORLD)
 
 
-@pytest.mark.parametrize("config", [None, GemmConfig(32, 16, 32, num_chunks=3)])
+@pytest.mark.parametrize("config", [None, GemmConfig(32, 16, 32, num_chunks=1)])
 def test_ghosts_send_slabs_by_the_plan_of_the_op(config: GemmConfig | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever slabs and tiles it has; by the plan that the op comes to when it is asked for the same."""
     played: list[Any] = []
