@@ -155,6 +155,17 @@ def test_tiles_on_a_gpu_are_as_high_as_an_expert_fills(
     assert told.strategy == ("sequential" if tokens < 512 else "fused")
 
 
+@pytest.mark.parametrize("copies_need_sms", [True, False])
+def test_what_copies_send_is_not_in_symmetric_memory(copies_need_sms: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    traits = SimpleNamespace(copies_need_sms=copies_need_sms)
+    group: Any = SimpleNamespace(device=torch.device("cuda", 0), world_size=4, traits=traits)
+    problem = GemmProblem("moe_gemm_rs", 1024, 2048, 512, 4, "bfloat16", arch=90, num_sms=132)
+    monkeypatch.setattr("tileflux.tune.explain.problem_for", lambda *arguments: problem)
+    told = explain("moe_gemm_rs", 1024, 2048, 512, group=group, num_experts=8, top_k=2)
+    assert told.strategy == "fused"
+    assert told.symmetric_bytes == (2 if copies_need_sms else 1) * 1024 * 2048 * 2
+
+
 def test_one_rank_holds_nothing() -> None:
     (group,) = tileflux.local_groups(1)
     with group:

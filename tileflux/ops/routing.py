@@ -105,9 +105,10 @@ def route(
     rows = check_choices("route", expert_ids, weights, num_experts, group, ep_size, sizes)
     sort = _sorting(group, rows, expert_ids.shape[1], num_experts, ep_size, capacity, block_m)
     begin("route", group, (rows, sort.top_k, num_experts, ep_size, sort.capacity))
-    sort.load(expert_ids, weights)
-    packed = all_gather(sort.pack(expert_ids, weights), group=group, sizes=rows)
-    return sort.unpack(packed, weights)
+    with torch.cuda.device(group.device if group.device.type == "cuda" else -1):
+        sort.load(expert_ids, weights)
+        packed = all_gather(sort.pack(expert_ids, weights), group=group, sizes=rows)
+        return sort.unpack(packed, weights)
 
 
 @eager_only
@@ -128,8 +129,9 @@ def route_gathered(
     check_choices("route", expert_ids[own], weights[own], num_experts, group, ep_size, rows)
     group.ensure_usable()
     sort = _sorting(group, rows, expert_ids.shape[1], num_experts, ep_size, capacity, block_m)
-    sort.load(expert_ids[own], weights[own])
-    return sort.unpack(sort.pack(expert_ids, weights), weights[own])
+    with torch.cuda.device(group.device if group.device.type == "cuda" else -1):
+        sort.load(expert_ids[own], weights[own])
+        return sort.unpack(sort.pack(expert_ids, weights), weights[own])
 
 
 def _sorting(

@@ -68,6 +68,8 @@ def explain(
         config = _grouped(problem, choice, rows_of_tiles(m * top_k, num_experts, group.device))
     itemsize = (out_dtype or (dtype if dtype.itemsize > 1 else torch.bfloat16)).itemsize
     nbytes = _symmetric_bytes(op, choice.strategy, choice.algorithm, (m, n, k), group.world_size, dtype, itemsize)
+    if op == "moe_gemm_rs" and group.device.type == "cuda" and not group.traits.copies_need_sms:
+        nbytes //= 2  # what copies send they take from memory of the rank's own, and slots are there once
     return Explanation(op, choice.strategy, choice.algorithm, choice.reason, config, nbytes)
 
 
