@@ -93,7 +93,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         (["ep", *MOE[1:], "--world", "3"], "--experts 4 should be a multiple of the 3 ranks"),
         (["ep", *MOE[1:], "--sweep", "n=1,2"], "--sweep n: ep has no N"),
         (["ep", *MOE[1:], "--strategy", "pipelined"], "ep has no strategy pipelined; sequential, fused"),
-        (["ep", *MOE[1:], "--where", "ghost"], "and moe_ag_gemm, not ep; use --where mps"),
+        (["ep", *MOE[1:], "--where", "ghost"], "and moe_gemm_rs, not ep; use --where mps"),
         (["ag_gemm", "8", "8", "8", "--routing", "skewed"], "--routing is for moe_ag_gemm"),
         (["ag_gemm", "--shapes", "moe"], "--shapes moe has nothing for ag_gemm; it is for moe_ag_gemm, moe_gemm_rs"),
         (["grouped_gemm", *MOE, "--world", "2"], "grouped_gemm is one rank's own product: no --world"),

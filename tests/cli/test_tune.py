@@ -202,7 +202,7 @@ def test_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> 
             "moe_ag_gemm is not tuned: a kept entry knows nothing of experts; ag_gemm, gem",
         ),
         (["grouped_gemm", "8", "8", "8"], "grouped_gemm is not tuned"),
-        (["gemm_ar", "8", "8", "8", "--where", "ghost"], "ghosts play ag_gemm, gemm_rs and moe_ag_gemm, not gemm_ar"),
+        (["gemm_ar", "8", "8", "8", "--where", "ghost"], "ghosts play .* and moe_gemm_rs, not gemm_ar"),
         (["ag_gemm", "8", "8", "8", "--where", "mps"], "torch sees none here"),
         (["ag_gemm", "8", "8", "8", "--json", "/nowhere/a.json"], "there is no folder /nowhere"),
         (["ag_gemm", "--shapes", "decode"], "--shapes decode has nothing for ag_gemm"),

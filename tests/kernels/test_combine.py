@@ -17,7 +17,7 @@ from tileflux.kernels import combine
 from tileflux.kernels.groups import Groups
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.roles import COMBINE, COMBINE_STAGE
-from tileflux.kernels.turns import ShardPlan, combine_shards
+from tileflux.kernels.shards import ShardPlan, combine_shards
 from tileflux.symm.group import Group
 from tileflux.testing.dense_protocols import SLABS, CombineCall, simulate_protocol
 

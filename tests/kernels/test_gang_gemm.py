@@ -14,7 +14,8 @@ from tileflux.kernels.gemm import _gemm_kernel
 from tileflux.kernels.operands import Operands, Role, make_spec
 from tileflux.kernels.plan import split_rows
 from tileflux.kernels.roles import GATHER, SCATTER, SPREAD
-from tileflux.kernels.turns import gather_shards, scatter_shards, spread_shards, turn
+from tileflux.kernels.shards import gather_shards, scatter_shards, spread_shards
+from tileflux.kernels.turns import turn
 from tileflux.testing import assert_close, poisoned
 
 pytestmark = pytest.mark.gpu

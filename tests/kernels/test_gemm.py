@@ -19,7 +19,8 @@ from tileflux.kernels import gemm_host, gemm_launch
 from tileflux.kernels.gemm_launch import launch_gemm
 from tileflux.kernels.operands import Operands, Role
 from tileflux.kernels.roles import PLAIN, SCATTER
-from tileflux.kernels.turns import gather_shards, scatter_shards, turn
+from tileflux.kernels.shards import gather_shards, scatter_shards
+from tileflux.kernels.turns import turn
 from tileflux.lang import signal as lang_signal
 from tileflux.lang.policy import store_tile, wait_for_nothing
 from tileflux.lang.schedule import arrival_order, replay

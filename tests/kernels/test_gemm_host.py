@@ -19,7 +19,8 @@ from tileflux.kernels import gemm_host, host_policies
 from tileflux.kernels.gemm_host import Tile, tiles
 from tileflux.kernels.operands import Operands, Role
 from tileflux.kernels.roles import GATHER, PLAIN, SCATTER, SPREAD
-from tileflux.kernels.turns import ShardPlan, gather_shards, scatter_shards, spread_shards, turn
+from tileflux.kernels.shards import ShardPlan, gather_shards, scatter_shards, spread_shards
+from tileflux.kernels.turns import turn
 from tileflux.testing import assert_close, nan_like, poisoned, run_ranks
 from tileflux.testing.dense import DENSE_DTYPES, SCALED_DTYPES, expected_gemm, gemm_case, reduction
 from tileflux.testing.dense_protocols import COMM, PROTOCOLS, run_protocol

@@ -17,7 +17,7 @@ from tileflux.kernels.gemm_launch import launch_gemm
 from tileflux.kernels.gemm_shared import Launch
 from tileflux.kernels.operands import Operands, make_spec
 from tileflux.kernels.roles import GATHER, GATHERED, PLAIN, SCATTER, SPREAD
-from tileflux.kernels.turns import gather_shards
+from tileflux.kernels.shards import gather_shards
 from tileflux.kernels.turns import turn as make_turn
 
 CONFIG = GemmConfig(block_m=16, block_n=32, num_feeders=4)

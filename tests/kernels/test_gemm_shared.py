@@ -24,7 +24,7 @@ from tileflux.kernels.gemm_shared import (
 )
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.roles import GATHER, GATHERED, PLAIN, SCATTER, SPREAD
-from tileflux.kernels.turns import gather_shards, scatter_shards, spread_shards
+from tileflux.kernels.shards import gather_shards, scatter_shards, spread_shards
 
 CONFIG = GemmConfig(block_m=16, block_n=32, num_feeders=4)
 ALONE, SHARED = ("self", "NVLink"), ("self", "same GPU")

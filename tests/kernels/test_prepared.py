@@ -23,7 +23,8 @@ from tileflux.kernels.operands import Operands, Role
 from tileflux.kernels.prepared import Kept, launch_step
 from tileflux.kernels.recording import recording
 from tileflux.kernels.roles import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
-from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, spread_shards, turn
+from tileflux.kernels.shards import gather_shards, scatter_shards, spread_shards
+from tileflux.kernels.turns import Turn, turn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8)
 CONFIGS = (GemmConfig(block_m=16, block_n=32), GemmConfig(block_m=16, block_n=32, block_k=32, num_sms=5))

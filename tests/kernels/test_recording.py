@@ -19,7 +19,8 @@ from tileflux.kernels.gemm_launch import launch_gemm
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.recording import HostRecording, Launch, Recorder, current_recorder, recording, reserve
 from tileflux.kernels.roles import GATHER, PLAIN, SCATTER, SPREAD
-from tileflux.kernels.turns import gather_shards, scatter_shards, spread_shards, turn
+from tileflux.kernels.shards import gather_shards, scatter_shards, spread_shards
+from tileflux.kernels.turns import turn
 from tileflux.perf.timeline import TileSpan, Transfer
 from tileflux.symm.group import Group
 from tileflux.testing import nan_like, poisoned, run_ranks

@@ -9,7 +9,8 @@ from tileflux import env
 from tileflux.config import CONTROL, GemmConfig
 from tileflux.errors import Deadlock
 from tileflux.kernels import steps
-from tileflux.kernels.turns import combine_shards, gather_shards, scatter_shards, turn
+from tileflux.kernels.shards import combine_shards, gather_shards, scatter_shards
+from tileflux.kernels.turns import turn
 from tileflux.symm.group import Group
 from tileflux.testing import poisoned
 

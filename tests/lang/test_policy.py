@@ -11,7 +11,8 @@ import tileflux
 from tileflux import env
 from tileflux.config import CONTROL, MAX_CHUNKS, GemmConfig
 from tileflux.kernels.groups import SortedRows, cut_tiles
-from tileflux.kernels.turns import ShardPlan, Turn, combine_shards, gather_shards, scatter_shards, spread_shards
+from tileflux.kernels.shards import ShardPlan, combine_shards, gather_shards, scatter_shards, spread_shards
+from tileflux.kernels.turns import Turn
 from tileflux.kernels.turns import turn as make_turn
 from tileflux.lang import policy
 from tileflux.lang.policy import (

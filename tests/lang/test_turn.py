@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import tileflux
 from tileflux import env
 from tileflux.config import CONTROL, MAX_CHUNKS
-from tileflux.kernels.turns import Turn, gather_shards
+from tileflux.kernels.shards import gather_shards
+from tileflux.kernels.turns import Turn
 from tileflux.kernels.turns import turn as make_turn
 from tileflux.lang import turn as lang_turn
 from tileflux.lang.signal import taken

@@ -20,7 +20,8 @@ from tileflux.kernels import gemm_hopper_launch, gemm_launch, steps
 from tileflux.kernels.dense import multiply
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.prepare import prepare
-from tileflux.kernels.turns import gather_shards, turn
+from tileflux.kernels.shards import gather_shards
+from tileflux.kernels.turns import turn
 from tileflux.ops._dense import as_scale
 from tileflux.symm.group import Group
 from tileflux.testing import assert_close, poisoned

@@ -21,7 +21,7 @@ from tileflux.kernels import gemm_launch, gemm_shared, roles
 from tileflux.kernels.loading import settle_keys
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.prepared import Kept
-from tileflux.kernels.turns import gather_shards
+from tileflux.kernels.shards import gather_shards
 
 NUM_SMS = 132
 

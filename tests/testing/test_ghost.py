@@ -14,7 +14,8 @@ from tileflux import ops
 from tileflux.config import CONTROL, GemmConfig
 from tileflux.errors import PeerTimeout, TransportUnavailable
 from tileflux.kernels.plan import split_rows
-from tileflux.kernels.turns import Turn, combine_shards, gather_shards, scatter_shards, turn
+from tileflux.kernels.shards import combine_shards, gather_shards, scatter_shards
+from tileflux.kernels.turns import Turn, turn
 from tileflux.symm.group import Group
 from tileflux.testing import assert_close, ghost, poisoned, run_ranks
 from tileflux.testing.ghost import Ghosts, ghost_group

@@ -13,7 +13,7 @@ from tileflux.config import GemmConfig
 from tileflux.kernels import dense
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import split_rows
-from tileflux.kernels.turns import ShardPlan
+from tileflux.kernels.shards import ShardPlan
 from tileflux.symm.group import Group
 from tileflux.testing import bench, ghost_contenders, run_ranks
 from tileflux.testing.bench import BenchCase, RankTimes, measure

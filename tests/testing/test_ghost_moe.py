@@ -14,7 +14,7 @@ from tileflux import ops
 from tileflux.config import GemmConfig
 from tileflux.kernels import combine
 from tileflux.kernels.plan import split_rows
-from tileflux.kernels.turns import gather_shards
+from tileflux.kernels.shards import gather_shards
 from tileflux.ops.routing import Routing, route_gathered
 from tileflux.symm.group import Group
 from tileflux.testing import assert_close, bench, ghost_moe, run_ranks

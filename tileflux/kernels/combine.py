@@ -22,7 +22,8 @@ from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import reduce_plan
 from tileflux.kernels.reduce import reduce
 from tileflux.kernels.roles import COMBINE, COMBINE_STAGE
-from tileflux.kernels.turns import Turn, combine_shards, turn
+from tileflux.kernels.shards import combine_shards
+from tileflux.kernels.turns import Turn, turn
 from tileflux.symm.group import Group
 
 __all__ = ["run_combine"]

@@ -27,7 +27,8 @@ from tileflux.kernels.operands import Operands, Role
 from tileflux.kernels.plan import gather_plan, reduce_plan
 from tileflux.kernels.reduce import reduce
 from tileflux.kernels.roles import GATHERING, GATHERING_GROUPED, PLAIN, SCATTER, SPREAD, STAGE, Gathering
-from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, spread_shards, turn
+from tileflux.kernels.shards import gather_shards, scatter_shards, spread_shards
+from tileflux.kernels.turns import Turn, turn
 from tileflux.symm.group import Group
 
 __all__ = [

@@ -18,7 +18,8 @@ from tileflux import ops
 from tileflux.config import GemmConfig
 from tileflux.kernels.dense import pipelined_tiles
 from tileflux.kernels.plan import split_rows
-from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, turn
+from tileflux.kernels.shards import gather_shards, scatter_shards
+from tileflux.kernels.turns import Turn, turn
 from tileflux.symm.group import Group
 from tileflux.testing.contenders import Contender, Shape, Suite, draw, product
 from tileflux.testing.ghost import Ghosts

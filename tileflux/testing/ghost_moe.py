@@ -13,7 +13,8 @@ import torch
 
 from tileflux import ops
 from tileflux.config import GemmConfig, GemmProblem
-from tileflux.kernels.turns import ShardPlan, combine_shards, gather_shards, turn
+from tileflux.kernels.shards import ShardPlan, combine_shards, gather_shards
+from tileflux.kernels.turns import turn
 from tileflux.ops._dense import config_text
 from tileflux.ops.moe_gemm_rs import slab_tiles
 from tileflux.ops.routing import Routing, route_gathered

@@ -18,7 +18,8 @@ from tileflux.kernels import dense, steps
 from tileflux.kernels.beside import beside, join
 from tileflux.kernels.launch import on_host
 from tileflux.kernels.loading import load_once
-from tileflux.kernels.turns import Turn, gather_shards, scatter_shards, turn
+from tileflux.kernels.shards import gather_shards, scatter_shards
+from tileflux.kernels.turns import Turn, turn
 from tileflux.ops._call import begin, guarded
 from tileflux.symm.group import Group
 

@@ -1,0 +1,118 @@
+"""How M rows are cut into shards and chunks, and how large the regions are that they go through: in numbers alone.
+
+A plan is the same on every rank. ``turns.py`` gives it memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+from tileflux.config import MAX_CHUNKS, GemmConfig, hashed_once
+
+__all__ = ["ALIGNMENT", "ShardPlan", "combine_shards", "gather_shards", "scatter_shards", "spread_shards"]
+
+ALIGNMENT = 256
+"""Of what lies in one region behind something else, in bytes."""
+
+
+@hashed_once
+@dataclass(frozen=True)
+class ShardPlan:
+    """How the rows of one call are cut, and what its regions hold."""
+
+    op: str
+    rows: tuple[int, ...]
+    num_chunks: int
+    chunk_rows: int
+    num_flags: int
+    """Flags each source raises in a peer's memory."""
+    data_bytes: int
+    slot_bytes: int = 0
+    scales: int = 0
+    by_copies: bool = False
+    """Products are copied to their owners: instead of a second half of slots, the buffer holds what is to be copied."""
+    staging_bytes: int = 0
+    """Of memory of this rank's own, which calls of all plans share: what is not to be sent as it is.
+
+    With ``slab_columns`` there is, in front of it, a slot for each owner, from which its slabs are sent."""
+    slab_columns: int = 0
+    """Where shards lie and are sent slab by slab, the columns of one; the last has what is left."""
+
+    @functools.cached_property
+    def first_rows(self) -> tuple[int, ...]:
+        """Row of the whole at which each rank's shard begins."""
+        return tuple(sum(self.rows[:rank]) for rank in range(len(self.rows)))
+
+    def chunk(self, rank: int, index: int) -> range:
+        """Rows, within ``rank``'s shard, of one of its chunks."""
+        return range(min(self.rows[rank], index * self.chunk_rows), min(self.rows[rank], (index + 1) * self.chunk_rows))
+
+    def slabs(self, num_columns: int) -> list[range]:
+        """The columns of every slab; none is empty."""
+        firsts = range(0, num_columns, self.slab_columns)
+        return [range(first, min(num_columns, first + self.slab_columns)) for first in firsts]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@functools.lru_cache(maxsize=4096)
+def gather_shards(op: str, rows: tuple[int, ...], row_bytes: int, scaled: bool, num_chunks: int) -> ShardPlan:
+    """All-gather: a buffer for all rows, a flag per chunk. Ranks may differ in N, so nothing here depends on it."""
+    longest = max(1, *rows)
+    # Cuts are on whole tiles of any size; a shard that is not cut is the chunk itself, and has no steps behind its end.
+    chunk_rows = min(longest, _round_up(-(-longest // num_chunks), 256))
+    num_chunks = -(-longest // chunk_rows)
+    scales = _round_up(sum(rows) * row_bytes, ALIGNMENT)
+    data_bytes = scales + 4 * sum(rows) if scaled else sum(rows) * row_bytes
+    return ShardPlan(op, rows, num_chunks, chunk_rows, MAX_CHUNKS, data_bytes, scales=scales)
+
+
+@functools.lru_cache(maxsize=4096)
+def scatter_shards(
+    op: str, rows: tuple[int, ...], num_columns: int, itemsize: int, config: GemmConfig, by_copies: bool = False
+) -> ShardPlan:
+    """Reduce-scatter: twice a slot per source for the rows one owns, a flag per tile of them."""
+    longest = max(1, *rows)
+    slot_bytes = _round_up(longest * num_columns * itemsize, 16)
+    num_flags = -(-longest // config.block_m) * -(-num_columns // config.block_n)
+    data_bytes = 2 * _round_up(len(rows) * slot_bytes, ALIGNMENT)
+    return ShardPlan(op, rows, 1, longest, num_flags, data_bytes, slot_bytes, by_copies=by_copies)
+
+
+@functools.lru_cache(maxsize=4096)
+def spread_shards(
+    op: str, world_size: int, num_rows: int, num_columns: int, itemsize: int, config: GemmConfig
+) -> ShardPlan:
+    """One-shot all-reduce: twice a slot per source for all rows, a flag per tile."""
+    whole = scatter_shards(op, (num_rows,) * world_size, num_columns, itemsize, config)
+    return dataclasses.replace(whole, chunk_rows=num_rows)
+
+
+@functools.lru_cache(maxsize=4096)
+def combine_shards(
+    op: str,
+    rows: tuple[int, ...],
+    capacity: int,
+    num_columns: int,
+    itemsize: int,
+    config: GemmConfig,
+    by_copies: bool = False,
+) -> ShardPlan:
+    """Reduce-scatter of tokens whose rows are elsewhere: as ``scatter_shards``, and room for ``capacity`` such rows.
+
+    What copies send is in memory of this rank's own, too: the buffer has slots alone. There is a flag per slab.
+    """
+    plan = scatter_shards(op, rows, num_columns, itemsize, config)
+    products = capacity * num_columns * itemsize
+    if not by_copies:
+        return dataclasses.replace(plan, staging_bytes=products)
+    num_tiles = -(-num_columns // config.block_n)
+    return dataclasses.replace(
+        plan, num_flags=MAX_CHUNKS, data_bytes=plan.data_bytes // 2, by_copies=True,
+        staging_bytes=len(rows) * plan.slot_bytes + products,
+        slab_columns=max(1, -(-num_tiles // config.num_chunks)) * config.block_n,
+    )  # fmt: skip
