@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +16,11 @@ from tileflux.kernels import combine
 from tileflux.kernels.groups import Groups
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.roles import COMBINE, COMBINE_STAGE
-from tileflux.kernels.shards import ShardPlan, combine_shards
+from tileflux.kernels.shards import combine_shards
 from tileflux.symm.group import Group
 from tileflux.testing.dense_protocols import SLABS, CombineCall, simulate_protocol
+
+from .queued import Queued
 
 interpreted = pytest.mark.skipif(not env.interpreting(), reason="kernels were not decorated for the interpreter")
 
@@ -66,67 +67,6 @@ def test_copies_give_the_bits_that_stores_give(world_size: int, num_slabs: int) 
     assert any(each.numel() and each.abs().max() > 0 for each in by_stores)
 
 
-class Queued:
-    """In the place of launches, streams and copies: notes what is queued on which."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, rank: int, rows: tuple[int, ...]) -> None:
-        self.seen: list[tuple] = []
-        self.plans: list[ShardPlan] = []
-        self._stream, self._num_events = "main", 0
-        self.group = SimpleNamespace(
-            device=torch.device("cuda"), rank=rank, world_size=len(rows), stream=None,
-            traits=SimpleNamespace(copies_need_sms=False),
-        )  # fmt: skip
-        patch.setattr(combine, "turn", self._turn)
-        patch.setattr(combine, "load_once", lambda *arguments: self.seen.append(("load",)))
-        patch.setattr(combine, "launch_gemm", self._launch)
-        patch.setattr(combine, "beside", self._beside)
-        patch.setattr(combine, "join", lambda group: self.seen.append((self._stream, "join")))
-        patch.setattr(combine, "num_summers", lambda group: 6)
-        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=self._record))
-        for name in ("launch_open", "launch_close", "launch_sum_slabs", "launch_release"):
-            patch.setattr(combine.steps, name, self._step(name))
-
-    def _record(self) -> str:
-        self._num_events += 1
-        self.seen.append((self._stream, "event", self._num_events))
-        return str(self._num_events)
-
-    def _step(self, name: str) -> Any:
-        def launch(here: Any, *arguments: Any, chunk: int = 0) -> None:
-            given = arguments[:2] if name == "launch_close" else ()
-            self.seen.append((self._stream, name, *given, *((chunk,) if given else ())))
-
-        return launch
-
-    def _launch(self, operands: Operands, role: object, config: object, **named: Any) -> None:
-        assert role is COMBINE_STAGE and config == CONFIG and not named.get("releases")
-        self.seen.append((self._stream, "gemm"))
-
-    @contextlib.contextmanager
-    def _beside(self, group: object, *used: object, after: str, closing: bool = False) -> Iterator[None]:
-        self._stream = "closing" if closing else "sending"
-        self.seen.append((self._stream, "after", int(after)))
-        yield
-        self._stream = "main"
-
-    def _turn(self, group: object, plan: ShardPlan) -> Any:
-        self.plans.append(plan)
-
-        def place(*what: object) -> Any:
-            return SimpleNamespace(
-                copy_=lambda source, non_blocking: self.seen.append((self._stream, "copy", *what, source))
-            )
-
-        return SimpleNamespace(
-            plan=plan,
-            count_call=lambda: self.seen.append((self._stream, "counted")),
-            announce=lambda owner, index: self.seen.append((self._stream, "flag", owner, index)),
-            slab_at=lambda owner, source, index, dtype, n: place(owner, source, index),
-            slab_to_send=lambda owner, index, dtype, n: ("staged", owner, index),
-        )
-
-
 def run(queued: Queued, rows: tuple[int, ...], num_columns: int) -> None:
     groups = Groups(torch.zeros(8, dtype=torch.int32), 1, 16, 32, sum(rows), 2)
     out = torch.empty(rows[queued.group.rank], num_columns)
@@ -139,7 +79,7 @@ def run(queued: Queued, rows: tuple[int, ...], num_columns: int) -> None:
 def test_each_owners_slab_is_sent_behind_its_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three slabs of tiles in two: the last has fewer. The next rank's come first; who has no tokens gets nothing."""
     rows, rank = (20, 5, 0, 33), 1
-    queued = Queued(monkeypatch, rank, rows)
+    queued = Queued(monkeypatch, combine, COMBINE_STAGE, CONFIG, rank, rows)
     run(queued, rows, 40)
     expected: list[tuple] = [
         ("load",), ("main", "counted"), ("main", "launch_open"), ("main", "event", 1), ("main", "gemm")
@@ -160,7 +100,7 @@ def test_each_owners_slab_is_sent_behind_its_count(monkeypatch: pytest.MonkeyPat
 
 
 def test_who_has_no_tokens_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    queued = Queued(monkeypatch, 2, (20, 5, 0, 33))
+    queued = Queued(monkeypatch, combine, COMBINE_STAGE, CONFIG, 2, (20, 5, 0, 33))
     run(queued, (20, 5, 0, 33), 40)
     assert queued.seen[-2:] == [("main", "launch_release"), ("main", "join")]
     assert ("main", "launch_sum_slabs") not in queued.seen

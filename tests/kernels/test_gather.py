@@ -13,6 +13,7 @@ from tests.ops.ep_cases import FLOATS, NARROW, dispatch, drawn_case, drawn_rows,
 from tileflux import env
 from tileflux.errors import DataRace
 from tileflux.kernels import gather
+from tileflux.lang import mailbox
 from tileflux.symm.group import Group
 from tileflux.testing import run_ranks
 
@@ -59,7 +60,7 @@ def _by_arrival(sent, rank, token, count):
     ],
 )
 def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, name: str, planted: Any, error: Any) -> None:
-    monkeypatch.setattr(gather, name, planted)
+    monkeypatch.setattr(mailbox if name == "await_message" else gather, name, planted)
     with pytest.raises(error):
         for seed in range(20):
             _simulate(2, seed, num_calls=4, config=ONE)

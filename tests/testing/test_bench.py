@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+import tileflux
 from tileflux import ops
 from tileflux.symm.group import Group
 from tileflux.testing import bench, run_ranks
 from tileflux.testing.bench import BenchCase, RankTimes, make_suite, measure
 from tileflux.testing.contenders import Contender
+from tileflux.testing.timing import WARM_UP_S
 from tileflux.tune.lookup import STRATEGIES
 
 PARTS = ["gemm", "comm", "beside"]
@@ -225,3 +227,29 @@ def test_what_is_steady() -> None:
         assert not bench.are_steady(group, {"a": [1.0] * 21}), "not asked after every round"
         assert not bench.are_steady(group, {"a": [1.03] * 10 + [1.0] * 10}), "each half is sure of something else"
         assert bench.are_steady(group, {"a": [1.01] * 10 + [1.0] * 10})
+
+
+def test_a_gpu_is_warm_when_the_rank_that_began_first_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = 0.2
+    monkeypatch.setattr(bench, "agree_max", lambda group, values: [max(value, others) for value in values])
+    group: Any = SimpleNamespace(device=torch.device("cuda"))
+    assert not bench.is_warm(group, 0.5 * WARM_UP_S) and bench.is_warm(group, 1.1 * WARM_UP_S)
+    others = 1.1 * WARM_UP_S
+    assert bench.is_warm(group, 0.0), "or some ranks would go on without the others"
+    others = 0.0
+    assert bench.is_warm(SimpleNamespace(device=torch.device("cpu")), 0.0), "a CPU has nothing to wake"  # type: ignore[arg-type]
+
+
+def test_rounds_wait_until_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def after_three(group: object, elapsed_s: float) -> bool:
+        asked.append(elapsed_s)
+        return len(asked) > 3
+
+    monkeypatch.setattr(bench, "is_warm", after_three)
+    (group,) = tileflux.local_groups(1)
+    with group:
+        (found,) = bench.measure(group, [BenchCase("gemm", 8, 8, 8, "float32", (), 2)], None)
+    assert len(asked) == 4 and asked == sorted(asked) and not found.problem
+    assert all(len(rounds) == 2 for rounds in found.rounds.values())

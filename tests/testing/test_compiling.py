@@ -78,7 +78,9 @@ def test_what_is_compiled_is_what_the_op_launches(
     for name in ("_load_steps", "_feed", "join", "_send_shard"):
         monkeypatch.setattr(dense, name, lambda *arguments: None)
     monkeypatch.setattr(
-        dense, "steps", SimpleNamespace(**dict.fromkeys(("launch_open", "launch_close", "launch_sum"), lambda *_: None))
+        dense,
+        "steps",
+        SimpleNamespace(**dict.fromkeys(("launch_open", "launch_close", "launch_sum"), lambda *_, **__: None)),
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: None))
     group = make_group(by_copies)

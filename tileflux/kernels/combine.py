@@ -12,8 +12,8 @@ import torch
 
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_host, steps
-from tileflux.kernels.beside import beside, join
-from tileflux.kernels.dense import multiply, num_summers, own_part, sends_by_copies
+from tileflux.kernels.beside import join
+from tileflux.kernels.dense import behind_count, multiply, num_summers, own_part, sends_by_copies
 from tileflux.kernels.gemm_launch import launch_gemm
 from tileflux.kernels.groups import Groups, sum_choices
 from tileflux.kernels.launch import on_host
@@ -77,11 +77,8 @@ def _copy_finished(group: Group, here: Turn, operands: Operands, config: GemmCon
     # In the order in which ``slab_order`` comes to them.
     for slab, columns in enumerate(here.plan.slabs(out.shape[1])):
         for owner in (owner for owner in owners if rows[owner]):
-            with beside(group, after=opened, closing=True):
-                num_tiles = -(-rows[owner] // config.block_m) * -(-len(columns) // config.block_n)
-                steps.launch_close(here, owner, num_tiles, world_size, chunk=slab)
-                closed = torch.cuda.current_stream(group.device).record_event()
-            with beside(group, after=closed):
+            num_tiles = -(-rows[owner] // config.block_m) * -(-len(columns) // config.block_n)
+            with behind_count(group, here, opened, owner, num_tiles, slab):
                 sums = here.slab_to_send(owner, slab, out.dtype, out.shape[1])
                 here.slab_at(owner, rank, slab, out.dtype, out.shape[1]).copy_(sums, non_blocking=True)
                 here.announce(owner, slab)

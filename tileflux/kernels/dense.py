@@ -7,9 +7,10 @@ fused       one kernel, in which tiles wait and leave by themselves
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -32,6 +33,7 @@ from tileflux.kernels.turns import Turn, turn
 from tileflux.symm.group import Group
 
 __all__ = [
+    "behind_count",
     "gather_rows",
     "multiply",
     "num_summers",
@@ -305,11 +307,8 @@ def _copy_finished(group: Group, operands: Operands, rows: tuple[int, ...], stra
         launch_gemm(operands, STAGE, config, group=group, turn=here)
         num_columns = -(-out.shape[1] // config.block_n)
         for owner in (owner for owner in owners if rows[owner]):
-            with beside(group, after=opened, closing=True):
-                num_tiles = -(-rows[owner] // config.block_m) * num_columns
-                steps.launch_close(here, owner, num_tiles, world_size)
-                closed = torch.cuda.current_stream(group.device).record_event()
-            with beside(group, after=closed):
+            num_tiles = -(-rows[owner] // config.block_m) * num_columns
+            with behind_count(group, here, opened, owner, num_tiles):
                 _send_shard(here, owner, out)
     else:
         mine = dataclasses.replace(operands, out=here.staging(out.dtype, out.shape[1]))
@@ -325,6 +324,18 @@ def _copy_finished(group: Group, operands: Operands, rows: tuple[int, ...], stra
     else:
         steps.launch_release(here, world_size)  # nobody sends
     join(group)
+
+
+@contextlib.contextmanager
+def behind_count(
+    group: Group, here: Turn, opened: torch.cuda.Event, owner: int, num_tiles: int, chunk: int = 0
+) -> Iterator[None]:
+    """Launch beside the product, once so many of its tiles have been counted for a chunk of ``owner``'s."""
+    with beside(group, after=opened, closing=True):
+        steps.launch_close(here, owner, num_tiles, group.world_size, chunk=chunk)
+        closed = torch.cuda.current_stream(group.device).record_event()
+    with beside(group, after=closed):
+        yield
 
 
 def _shard_of(operands: Operands, here: Turn, owner: int, out: torch.Tensor) -> Operands:

@@ -19,11 +19,11 @@ from tileflux.kernels.spread import launch_rows
 from tileflux.lang.mailbox import (
     acquire_slot,
     advance_channels,
-    await_message,
+    await_all,
     first_sent,
     first_taken,
     publish_slot,
-    release_message,
+    release_all,
     slot_address,
 )
 from tileflux.lang.remote import typed
@@ -89,18 +89,12 @@ def _gather_kernel(
                 _send(slot, rows, positions, weights, arrived, top_k, step, table_ptr, owner, ELEMENT, WORLD, BLOCK)
                 publish_slot(boxes_ptr, rank, lane, owner, sequence, WORLD, LANES)
         if step < num_own:
-            for hop in range(1, WORLD):
-                source = (rank + WORLD - hop) % WORLD
-                sequence = first_taken(boxes_ptr, rank, lane, source, WORLD, LANES) + step
-                await_message(boxes_ptr, guard_ptr, op, rank, lane, source, sequence, WORLD, LANES, SLOT_BYTES)
+            await_all(boxes_ptr, guard_ptr, op, rank, lane, step, WORLD, LANES, SLOT_BYTES)
             _add_up(
                 rows, positions, weights, sent, arrived, out, top_k, step, table_ptr, boxes_ptr, rank,
                 ELEMENT, WORLD, LANES, SLOT_BYTES, BLOCK,
             )  # fmt: skip
-            for hop in range(1, WORLD):
-                source = (rank + WORLD - hop) % WORLD
-                sequence = first_taken(boxes_ptr, rank, lane, source, WORLD, LANES) + step
-                release_message(boxes_ptr, rank, lane, source, sequence, WORLD, LANES)
+            release_all(boxes_ptr, rank, lane, step, WORLD, LANES)
     confirm(guard_ptr, op)
     for hop in range(1, WORLD):
         peer = (rank + hop) % WORLD

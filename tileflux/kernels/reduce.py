@@ -14,7 +14,7 @@ from tileflux.kernels.launch import NUMBERS, launch_arguments, launch_settings, 
 from tileflux.kernels.loading import launching
 from tileflux.kernels.plan import MovePlan
 from tileflux.lang.exchange import count_messages, lane_run, longest_run, send_step
-from tileflux.lang.mailbox import await_message, first_taken, release_message, slot_address
+from tileflux.lang.mailbox import await_all, first_taken, release_all, slot_address
 from tileflux.lang.remote import typed
 from tileflux.lang.signal import confirm
 from tileflux.symm.group import Group
@@ -80,18 +80,12 @@ def _reduce_kernel(
         if step < num_taken:
             done = step * SLOT_BYTES
             index = step.to(tl.int32)
-            for hop in range(1, WORLD):
-                peer = (rank + WORLD - hop) % WORLD
-                sequence = first_taken(boxes_ptr, rank, lane, peer, WORLD, LANES) + index
-                await_message(boxes_ptr, guard_ptr, op, rank, lane, peer, sequence, WORLD, LANES, SLOT_BYTES)
+            await_all(boxes_ptr, guard_ptr, op, rank, lane, index, WORLD, LANES, SLOT_BYTES)
             _sum_run(
                 out + place + done, x + begin + done, tl.minimum(nbytes - done, SLOT_BYTES), index, boxes_ptr, rank,
                 ELEMENT, WORLD, LANES, SLOT_BYTES, BLOCK,
             )  # fmt: skip
-            for hop in range(1, WORLD):
-                peer = (rank + WORLD - hop) % WORLD
-                sequence = first_taken(boxes_ptr, rank, lane, peer, WORLD, LANES) + index
-                release_message(boxes_ptr, rank, lane, peer, sequence, WORLD, LANES)
+            release_all(boxes_ptr, rank, lane, index, WORLD, LANES)
 
     confirm(guard_ptr, op)
     count_messages(

@@ -194,6 +194,16 @@ def _push_kernel(
     confirm_call(table_ptr)
 
 
+@triton.jit
+def _await_everyone(table, chunk, WORLD: tl.constexpr):
+    """Until every peer has announced ``chunk`` of what it has for this rank."""
+    rank = word(table, RANK)
+    epoch = current_epoch(table, WORLD)
+    for hop in range(1, WORLD):
+        source = (rank + hop) % WORLD
+        await_word(flag_word(table, rank, source, chunk, WORLD), epoch + 1, source, table)
+
+
 @triton.jit(do_not_specialize=("out", "num_elements", "table_ptr"))
 def _sum_kernel(
     out: tl.int64,
@@ -207,9 +217,7 @@ def _sum_kernel(
     rank = word(table_ptr, RANK)
     epoch = current_epoch(table_ptr, WORLD)
     # One's own are there: whoever brought them came before, on this stream.
-    for hop in range(1, WORLD):
-        source = (rank + hop) % WORLD
-        await_word(flag_word(table_ptr, rank, source, 0, WORLD), epoch + 1, source, table_ptr)
+    _await_everyone(table_ptr, 0, WORLD)
     first = slot(table_ptr, rank, tl.full((), 0, tl.int32), epoch, WORLD)
     stride = tl.load(table_ptr + SLOT_BYTES)
     num_elements = num_elements.to(tl.int64)
@@ -252,9 +260,7 @@ def _sum_slabs_kernel(
         slab_columns = slab_columns // 16 * 16
     to = typed(out, TYPE, ALIGNED)
     for slab in range(tl.cdiv(N, slab_columns)):
-        for hop in range(1, WORLD):
-            source = (rank + hop) % WORLD
-            await_word(flag_word(table_ptr, rank, source, slab, WORLD), epoch + 1, source, table_ptr)
+        _await_everyone(table_ptr, slab, WORLD)
         begin = slab * slab_columns
         width = min(N - begin, slab_columns)
         if ALIGNED:

@@ -83,6 +83,24 @@ def release_message(boxes, rank, lane, peer, sequence, WORLD: tl.constexpr, LANE
 
 
 @triton.jit
+def await_all(boxes, guard, op, rank, lane, step, WORLD: tl.constexpr, LANES: tl.constexpr, SLOT_BYTES: tl.constexpr):
+    """Wait until message number ``step`` of this launch has come from every peer."""
+    for hop in range(1, WORLD):
+        peer = (rank + WORLD - hop) % WORLD
+        sequence = first_taken(boxes, rank, lane, peer, WORLD, LANES) + step
+        await_message(boxes, guard, op, rank, lane, peer, sequence, WORLD, LANES, SLOT_BYTES)
+
+
+@triton.jit
+def release_all(boxes, rank, lane, step, WORLD: tl.constexpr, LANES: tl.constexpr):
+    """Tell every peer that its message number ``step`` of this launch has been read."""
+    for hop in range(1, WORLD):
+        peer = (rank + WORLD - hop) % WORLD
+        sequence = first_taken(boxes, rank, lane, peer, WORLD, LANES) + step
+        release_message(boxes, rank, lane, peer, sequence, WORLD, LANES)
+
+
+@triton.jit
 def advance_channels(boxes, rank, lane, peer, num_sent, num_taken, WORLD: tl.constexpr, LANES: tl.constexpr):
     """Write back, at the end of a launch, where the next one begins."""
     sent = _word(boxes, rank, _SENT, lane, peer, WORLD, LANES)

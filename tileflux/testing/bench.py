@@ -28,7 +28,7 @@ from tileflux.testing.timing import (
     time_rounds,
 )
 
-__all__ = ["BenchCase", "RankTimes", "are_steady", "check_suite", "make_suite", "measure"]
+__all__ = ["BenchCase", "RankTimes", "are_steady", "check_suite", "is_warm", "make_suite", "measure"]
 
 _ROUNDS_BETWEEN = 5  # ranks have to tell each other their times to find out
 
@@ -98,13 +98,9 @@ def _measure(group: Group, case: BenchCase, ticks: Path | None) -> RankTimes:
     watch = Stopwatch(group.device, lambda: meet(group))
     calls = suite.parts | {contender.name: contender.run for contender in suite.contenders}
     begin = time.monotonic()
-
-    def is_warm() -> bool:
-        return group.device.type == "cpu" or agree_max(group, [time.monotonic() - begin])[0] > WARM_UP_S
-
     rounds = time_rounds(
         watch, calls, case.num_rounds or MAX_ROUNDS,
-        is_warm=is_warm, after_round=lambda: tick(b"."), is_enough=is_steady,
+        is_warm=lambda: is_warm(group, time.monotonic() - begin), after_round=lambda: tick(b"."), is_enough=is_steady,
     )  # fmt: skip
     group.synchronize()
     tick(b"\n")
@@ -112,6 +108,11 @@ def _measure(group: Group, case: BenchCase, ticks: Path | None) -> RankTimes:
     for part in ("gemm", "comm", "beside"):
         rounds.setdefault(part, [0.0] * num_rounds)
     return RankTimes(problem, rounds, suite.skipped, suite.auto)
+
+
+def is_warm(group: Group, elapsed_s: float) -> bool:
+    """Whether rounds may count, so long after the first one began: by the slowest rank's clock, so all say the same."""
+    return group.device.type == "cpu" or agree_max(group, [elapsed_s])[0] > WARM_UP_S
 
 
 def are_steady(group: Group, seconds: Mapping[str, list[float]]) -> bool:

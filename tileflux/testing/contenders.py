@@ -109,7 +109,6 @@ class Task(abc.ABC):
     """What the product alone multiplies with the weight."""
     whole: torch.Tensor
     """The product alone."""
-    torch_out: torch.Tensor
 
     def __init__(self, group: Group, op: str, shape: Shape, dtype: torch.dtype) -> None:
         self.group, self.op, self.shape, self.dtype = group, op, shape, dtype
@@ -139,17 +138,9 @@ class Task(abc.ABC):
     def ours(self, strategy: str) -> None:
         """Ours, in a strategy."""
 
-    @abc.abstractmethod
-    def fused_by_torch(self) -> None:
-        """Torch's fused op."""
-
     def check(self) -> None:
         """Compare the last result with what it must be."""
         self._compare(self.out)
-
-    def check_torch(self) -> None:
-        """The same for torch's, which allocates its own."""
-        self._compare(self.torch_out)
 
     def _compare(self, result: torch.Tensor) -> None:
         assert_close(result, self.expected, reduction=self.shape[2], what=f"rank {self.group.rank}")
@@ -164,14 +155,6 @@ class Task(abc.ABC):
         """What lookup says of this shape."""
         n, k = len(self.weight), self.x.shape[1]
         return lookup(problem_for(self.op, self.shape[0], n, k, self.dtype, self.group.device, self.group))
-
-    def why_not_torch(self) -> str:
-        """Why torch's fused op cannot be tried; empty if it can."""
-        if self.op == "gemm_ar":
-            return "torch has no fused matmul and all-reduce"
-        if self.group.transport != "cuda":
-            return "torch's fused ops need ranks that are processes with GPUs"
-        return "torch's fused ops want rows that divide by the ranks" if self.sizes else ""
 
     def _beside(self) -> None:
         """Product and collective at once, neither waiting for the other."""
@@ -189,7 +172,29 @@ class Task(abc.ABC):
         current.wait_stream(self._side)
 
 
-class _Gather(Task):
+class DenseTask(Task):
+    """One that torch has a fused op for, or might have."""
+
+    torch_out: torch.Tensor
+
+    @abc.abstractmethod
+    def fused_by_torch(self) -> None:
+        """Torch's fused op."""
+
+    def check_torch(self) -> None:
+        """As ``check``, for torch's result, which it allocates itself."""
+        self._compare(self.torch_out)
+
+    def why_not_torch(self) -> str:
+        """Why torch's fused op cannot be tried; empty if it can."""
+        if self.op == "gemm_ar":
+            return "torch has no fused matmul and all-reduce"
+        if self.group.transport != "cuda":
+            return "torch's fused ops need ranks that are processes with GPUs"
+        return "torch's fused ops want rows that divide by the ranks" if self.sizes else ""
+
+
+class _Gather(DenseTask):
     def __init__(self, group: Group, op: str, shape: Shape, dtype: torch.dtype) -> None:
         super().__init__(group, op, shape, dtype)
         (m, n, k), device, rank = shape, group.device, group.rank
@@ -222,7 +227,7 @@ class _Gather(Task):
         self.torch_out = fused_all_gather_matmul(self.x, self.weight.t())
 
 
-class _Scatter(Task):
+class _Scatter(DenseTask):
     def __init__(self, group: Group, op: str, shape: Shape, dtype: torch.dtype) -> None:
         super().__init__(group, op, shape, dtype)
         (m, n, k), device, rank = shape, group.device, group.rank
@@ -267,4 +272,4 @@ class _Scatter(Task):
         self.torch_out = fused_matmul_reduce_scatter(self.x, self.weight.t())
 
 
-_TASKS: dict[str, type[Task]] = {"ag_gemm": _Gather, "gemm_rs": _Scatter, "gemm_ar": _Scatter}
+_TASKS: dict[str, type[DenseTask]] = {"ag_gemm": _Gather, "gemm_rs": _Scatter, "gemm_ar": _Scatter}

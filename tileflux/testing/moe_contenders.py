@@ -6,6 +6,7 @@ to make one is timed apart.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from functools import partial
 
@@ -139,12 +140,9 @@ class _MoeTask(Task):
         self.group.synchronize()
         self.group.barrier()
 
-    def fused_by_torch(self) -> None:
-        raise NotImplementedError(_NO_TORCH)
-
+    @abc.abstractmethod
     def pipelined(self) -> None:
         """Shard by shard."""
-        raise NotImplementedError
 
     def check_sequential(self) -> None:
         """Of the baselines."""

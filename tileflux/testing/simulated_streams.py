@@ -95,14 +95,14 @@ def simulated_streams() -> Iterator[None]:
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.Tensor, "copy_", _queued_copy),
         (turns, "write_flag", _queued_flag),
+        (dense, "beside", _beside),
         (Group, "synchronize", _synchronize),
         (Turn, "__init__", _sharing(Turn.__init__)),
         *((steps, name, _queued(getattr(steps, name))) for name in _STEPS),
     ]
     for module in (dense, combine):
         names: dict[str, Any] = {
-            "sends_by_copies": lambda group: True, "beside": _beside, "join": _join,
-            "launch_gemm": _queued(vars(module)["launch_gemm"]),
+            "sends_by_copies": lambda group: True, "join": _join, "launch_gemm": _queued(vars(module)["launch_gemm"]),
         }  # fmt: skip
         replaced += [(module, name, value) for name, value in names.items()]
     with ExitStack() as stack:

@@ -1,0 +1,82 @@
+"""What an op by the copy engine queues on which stream, noted instead of done."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tileflux.config import GemmConfig
+from tileflux.kernels import dense, steps
+from tileflux.kernels.operands import Operands, Role
+from tileflux.kernels.shards import ShardPlan
+
+
+class Queued:
+    """In the place of launches, streams and copies: notes what is queued on which."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, module: Any, role: Role, config: GemmConfig, rank: int, rows: tuple[int, ...]
+    ) -> None:
+        self.seen: list[tuple] = []
+        self.plans: list[ShardPlan] = []
+        self._role, self._config = role, config
+        self._stream, self._num_events = "main", 0
+        self.group = SimpleNamespace(
+            device=torch.device("cuda"), rank=rank, world_size=len(rows), stream=None,
+            traits=SimpleNamespace(copies_need_sms=False),
+        )  # fmt: skip
+        patch.setattr(module, "turn", self._turn)
+        patch.setattr(module, "load_once", lambda *arguments: self.seen.append(("load",)))
+        patch.setattr(module, "launch_gemm", self._launch)
+        patch.setattr(module, "join", lambda group: self.seen.append((self._stream, "join")))
+        patch.setattr(module, "num_summers", lambda group: 6)
+        patch.setattr(dense, "beside", self._beside)
+        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=self._record))
+        for name in ("launch_open", "launch_close", "launch_sum", "launch_sum_slabs", "launch_release"):
+            patch.setattr(steps, name, self._step(name))
+
+    def _record(self) -> str:
+        self._num_events += 1
+        self.seen.append((self._stream, "event", self._num_events))
+        return str(self._num_events)
+
+    def _step(self, name: str) -> Any:
+        def launch(here: Any, *arguments: Any, chunk: int = 0) -> None:
+            given = arguments[:2] if name == "launch_close" else ()
+            self.seen.append((self._stream, name, *given, *((chunk,) if given else ())))
+
+        return launch
+
+    def _launch(self, operands: Operands, role: object, config: object, **named: Any) -> None:
+        assert role is self._role and config == self._config and not named.get("releases")
+        self.seen.append((self._stream, "gemm"))
+
+    @contextlib.contextmanager
+    def _beside(self, group: object, *used: object, after: str, closing: bool = False) -> Iterator[None]:
+        self._stream = "closing" if closing else "sending"
+        self.seen.append((self._stream, "after", int(after)))
+        yield
+        self._stream = "main"
+
+    def _turn(self, group: object, plan: ShardPlan) -> Any:
+        self.plans.append(plan)
+
+        def place(*what: object) -> Any:
+            return SimpleNamespace(
+                copy_=lambda source, non_blocking: self.seen.append((self._stream, "copy", *what, source))
+            )
+
+        return SimpleNamespace(
+            plan=plan,
+            count_call=lambda: self.seen.append((self._stream, "counted")),
+            announce=lambda owner, index: self.seen.append((self._stream, "flag", owner, index)),
+            shard_sent=lambda owner, dtype, n: place(owner),
+            shard_to_send=lambda owner, dtype, n: ("staged", owner),
+            slab_at=lambda owner, source, index, dtype, n: place(owner, source, index),
+            slab_to_send=lambda owner, index, dtype, n: ("staged", owner, index),
+        )
