@@ -315,6 +315,9 @@ class GemmConfig:
     ``fetches``: where ranks share a GPU, programs take tiles as they come, so that one that starts late, because
     another rank holds its SM, holds nobody up.
 
+    ``sums_apart``: where the SMs of a reduce-scatter store tiles at their owners, a launch of its own sums them, so
+    that no program of the product waits.
+
     ``hopper``: on a Hopper, its own loop runs what it takes.
     """
 
@@ -329,6 +332,7 @@ class GemmConfig:
     span: int = 1
     num_sms: int | None = None
     fetches: bool = False
+    sums_apart: bool = False
     hopper: bool = False
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tileflux.config import GemmConfig
-from tileflux.kernels import dense, steps
+from tileflux.kernels import dense, scatter, steps
 from tileflux.kernels.operands import Operands, Role
 from tileflux.kernels.shards import ShardPlan
 
@@ -31,11 +31,12 @@ class Queued:
             traits=SimpleNamespace(copies_need_sms=False),
         )  # fmt: skip
         patch.setattr(module, "turn", self._turn)
-        patch.setattr(module, "load_once", lambda *arguments: self.seen.append(("load",)))
+        for place in (module, dense):
+            patch.setattr(place, "load_once", lambda *arguments: self.seen.append(("load",)), raising=False)
         patch.setattr(module, "launch_gemm", self._launch)
         patch.setattr(module, "join", lambda group: self.seen.append((self._stream, "join")))
         patch.setattr(module, "num_summers", lambda group: 6)
-        patch.setattr(dense, "beside", self._beside)
+        patch.setattr(scatter, "beside", self._beside)
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=self._record))
         for name in ("launch_open", "launch_close", "launch_sum", "launch_sum_slabs", "launch_release"):
             patch.setattr(steps, name, self._step(name))

@@ -12,14 +12,12 @@ import tileflux
 from tileflux import GemmConfig, env
 from tileflux.config import CONTROL
 from tileflux.kernels import dense, gemm_launch, library, turns
-from tileflux.kernels.dense import gather_rows, run_gather, run_scatter, run_spread
+from tileflux.kernels.dense import gather_rows, run_gather
 from tileflux.kernels.operands import Operands
-from tileflux.kernels.roles import STAGE
+from tileflux.kernels.scatter import run_scatter, run_spread
 from tileflux.symm.group import Group
 from tileflux.testing import poisoned, run_ranks
 from tileflux.testing.dense_protocols import PROTOCOLS, Call, simulate_protocol
-
-from .queued import Queued
 
 CONFIG = GemmConfig(block_m=16, block_n=16, block_k=16, num_warps=4, num_chunks=2)
 STRATEGIES = ("sequential", "pipelined", "fused")
@@ -228,30 +226,3 @@ def test_pipelined_products_have_the_tiles_they_were_given(monkeypatch: pytest.M
     monkeypatch.setattr(dense.library, "multiply", multiply)
     simulate(_pipelined, 2, seed=0)
     assert seen == {(16, 16)}
-
-
-@pytest.mark.parametrize("rank", [1, 2])
-def test_each_shard_is_sent_behind_its_count_and_the_next_is_counted_meanwhile(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tiles are counted on a stream of their own; who has no rows is sent nothing, and waits for nobody."""
-    rows = (20, 5, 0, 33)
-    queued = Queued(monkeypatch, dense, STAGE, CONFIG, rank, rows)
-    operands = Operands(torch.empty(58, 16), torch.empty(40, 16), torch.empty(rows[rank], 40))
-    run_scatter(queued.group, operands, rows, "fused", CONFIG)  # type: ignore[arg-type]
-    expected: list[tuple[object, ...]] = [
-        ("load",), ("main", "counted"), ("main", "launch_open"), ("main", "event", 1), ("main", "gemm")
-    ]  # fmt: skip
-    tall = {0: 2, 1: 1, 3: 3}
-    owners = [owner for owner in ((rank + 1 + hop) % 4 for hop in range(3)) if rows[owner]]
-    for number, owner in enumerate(owners, start=2):
-        expected += [
-            ("closing", "after", 1),
-            ("closing", "launch_close", owner, tall[owner] * 3, 0),
-            ("closing", "event", number),
-            ("sending", "after", number),
-            ("sending", "copy", owner, ("staged", owner)),
-            ("sending", "flag", owner, 0),
-        ]
-    last = "launch_sum" if rows[rank] else "launch_release"
-    assert queued.seen == [*expected, ("main", last), ("main", "join")]

@@ -20,7 +20,7 @@ from triton import knobs
 
 from tileflux import ops
 from tileflux.config import GemmConfig, GemmProblem
-from tileflux.kernels import dense, roles
+from tileflux.kernels import dense, roles, scatter
 from tileflux.kernels.operands import Operands
 from tileflux.testing import compiling, run_ranks
 from tileflux.testing.compiling import Compilers, Variant, variants
@@ -56,11 +56,16 @@ FUSED = {
     ("gemm_ar", "two_shot", True): "STAGE",
     ("gemm_ar", "two_shot", False): "SCATTER",
 }
+APART = dataclasses.replace(CONFIG, sums_apart=True)
 
 
-@pytest.mark.parametrize(("op", "algorithm", "by_copies"), FUSED)
+@pytest.mark.parametrize(
+    ("op", "algorithm", "by_copies", "config", "wanted"),
+    [(*call, CONFIG, role) for call, role in FUSED.items()]
+    + [("gemm_rs", "", False, APART, "SEND"), ("gemm_rs", "", True, APART, "STAGE")],
+)
 def test_what_is_compiled_is_what_the_op_launches(
-    op: str, algorithm: str, by_copies: bool, monkeypatch: pytest.MonkeyPatch
+    op: str, algorithm: str, by_copies: bool, config: GemmConfig, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The op's launches on a GPU, with all of them noted and none made."""
     launched: list[tuple[object, GemmConfig, bool]] = []
@@ -72,28 +77,25 @@ def test_what_is_compiled_is_what_the_op_launches(
     def nothing(*arguments: object, **named: object) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr(dense, "launch_gemm", note)
-    monkeypatch.setattr(dense, "turn", lambda group, plan: SimpleNamespace(plan=plan, count_call=lambda: None))
-    monkeypatch.setattr(dense, "beside", nothing)
-    for name in ("_load_steps", "_feed", "join", "_send_shard"):
-        monkeypatch.setattr(dense, name, lambda *arguments: None)
-    monkeypatch.setattr(
-        dense,
-        "steps",
-        SimpleNamespace(**dict.fromkeys(("launch_open", "launch_close", "launch_sum"), lambda *_, **__: None)),
-    )
+    for module in (dense, scatter):
+        monkeypatch.setattr(module, "launch_gemm", note)
+        monkeypatch.setattr(module, "turn", lambda group, plan: SimpleNamespace(plan=plan, count_call=lambda: None))
+        monkeypatch.setattr(module, "beside", nothing)
+        for name in ("load_steps", "_feed", "join", "_send_shard"):
+            monkeypatch.setattr(module, name, lambda *arguments: None, raising=False)
+    names = ("launch_open", "launch_close", "launch_await_everyone", "launch_sum")
+    monkeypatch.setattr(scatter, "steps", SimpleNamespace(**dict.fromkeys(names, lambda *_, **__: None)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: None))
     group = make_group(by_copies)
     operands = Operands(torch.empty(64, 32), torch.empty(48, 32), torch.empty(64, 48))
     if op == "ag_gemm":
-        dense.run_gather(group, [operands], (64,) * 4, "fused", CONFIG)
+        dense.run_gather(group, [operands], (64,) * 4, "fused", config)
     elif algorithm == "one_shot":
-        dense.run_spread(group, operands, CONFIG)
+        scatter.run_spread(group, operands, config)
     else:
-        dense.run_scatter(group, operands, (16,) * 4, "fused", CONFIG)
-    wanted = FUSED[op, algorithm, by_copies]
-    assert launched == [(getattr(roles, wanted), CONFIG, wanted != "STAGE")]
-    plain, fused = variants(make_problem(op), [Candidate("fused", algorithm, CONFIG)], group)
+        scatter.run_scatter(group, operands, (16,) * 4, "fused", config)
+    assert launched == [(getattr(roles, wanted), config, wanted not in ("SEND", "STAGE"))]
+    plain, fused = variants(make_problem(op), [Candidate("fused", algorithm, config)], group)
     assert (plain.role, plain.world_size) == ("PLAIN", 1) and (fused.role, fused.world_size) == (wanted, 4)
     assert fused.config.num_feeders == (8 if wanted == "GATHER" else 1)
 

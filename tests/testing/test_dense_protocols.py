@@ -12,7 +12,7 @@ import tileflux
 from tileflux import env
 from tileflux.config import TABLE
 from tileflux.errors import DataRace, Deadlock
-from tileflux.kernels import combine, dense, steps
+from tileflux.kernels import combine, dense, scatter, steps
 from tileflux.kernels.turns import Turn
 from tileflux.lang import policy, tiles, turn
 from tileflux.lang.policy import _store, _sum_tile, _wait, slot
@@ -141,7 +141,7 @@ def _plant_same_half(patch: Patch) -> None:
 
 
 def _plant_scatter(**policies: Any) -> Callable[[Patch], None]:
-    return lambda patch: patch.setattr(dense, "SCATTER", replace(dense.SCATTER, **policies))
+    return lambda patch: patch.setattr(scatter, "SCATTER", replace(scatter.SCATTER, **policies))
 
 
 BUGS: dict[str, tuple[Callable[[Patch], None], str, int]] = {

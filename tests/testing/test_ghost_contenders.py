@@ -10,7 +10,7 @@ import torch
 
 from tileflux import ops
 from tileflux.config import GemmConfig
-from tileflux.kernels import dense
+from tileflux.kernels import dense, scatter
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import split_rows
 from tileflux.kernels.shards import ShardPlan
@@ -106,10 +106,11 @@ def plan_of_op(monkeypatch: pytest.MonkeyPatch, op: str, task: Any, asked: dict[
     operands = Operands(task.x, task.weight, task.out)
     with monkeypatch.context() as patch, pytest.raises(Stop):
         patch.setattr(dense, "turn", turn)
+        patch.setattr(scatter, "turn", turn)
         if op == "ag_gemm":
             dense.run_gather(group, [operands], task.rows, asked["strategy"], asked["config"])  # type: ignore[arg-type]
         else:
-            dense.run_scatter(group, operands, task.rows, asked["strategy"], asked["config"])  # type: ignore[arg-type]
+            scatter.run_scatter(group, operands, task.rows, asked["strategy"], asked["config"])  # type: ignore[arg-type]
     return plans[0]
 
 

@@ -1,16 +1,17 @@
-"""The dense ops in their strategies: who runs when, over which buffers. No checks; those are in ``ops``.
+"""All-gather and multiply in every strategy: who runs when, over which buffers. No checks; those are in ``ops``.
 
-sequential  the collective, then the library's GEMM (or the other way round)
-pipelined   one library GEMM per chunk, each as soon as its rows are there; or each shard sent as soon as it is done
-fused       one kernel, in which tiles wait and leave by themselves
+sequential  the collective, then the library's GEMM
+pipelined   one library GEMM per chunk, each as soon as its rows are there
+fused       one kernel, in which tiles wait by themselves
+
+``scatter.py`` has the ops that go the other way, ``combine.py`` that of experts.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -25,23 +26,20 @@ from tileflux.kernels.groups import Groups
 from tileflux.kernels.launch import on_host
 from tileflux.kernels.loading import load_once
 from tileflux.kernels.operands import Operands, Role
-from tileflux.kernels.plan import gather_plan, reduce_plan
-from tileflux.kernels.reduce import reduce
-from tileflux.kernels.roles import GATHERING, GATHERING_GROUPED, PLAIN, SCATTER, SPREAD, STAGE, Gathering
-from tileflux.kernels.shards import gather_shards, scatter_shards, spread_shards
+from tileflux.kernels.plan import gather_plan
+from tileflux.kernels.roles import GATHERING, GATHERING_GROUPED, PLAIN, Gathering
+from tileflux.kernels.shards import gather_shards
 from tileflux.kernels.turns import Turn, turn
 from tileflux.symm.group import Group
 
 __all__ = [
-    "behind_count",
     "gather_rows",
+    "load_steps",
     "multiply",
-    "num_summers",
-    "own_part",
+    "num_feeders",
     "pipelined_tiles",
+    "run",
     "run_gather",
-    "run_scatter",
-    "run_spread",
     "sends_by_copies",
 ]
 
@@ -71,12 +69,12 @@ def run_gather(
         _load_later_parts(group, here, parts, tiles, gathered, roles)
         by_copies = sends_by_copies(group)
         if by_copies:
-            _load_steps(group, here, parts[0])
+            load_steps(group, here, parts[0])
             _feed(group, here, x, scale_x, config)
         first = roles.arriving if by_copies else roles.feeding
         for index, part in enumerate(parts):
             ends = gathered is None and index == len(parts) - 1
-            _run(part, first if index == 0 else roles.gathered, tiles, group, here, releases=ends)
+            run(part, first if index == 0 else roles.gathered, tiles, group, here, releases=ends)
         if by_copies:
             join(group)
         if gathered is not None:
@@ -86,34 +84,6 @@ def run_gather(
         _multiply_by_stage(group, parts, config, here, gathered)
     else:
         _multiply_arriving(group, parts, config, here, gathered)
-
-
-def run_scatter(
-    group: Group, operands: Operands, rows: tuple[int, ...], strategy: str, config: GemmConfig, op: str = "gemm_rs"
-) -> None:
-    """Multiply and reduce-scatter; ``operands.out`` has this rank's rows."""
-    if strategy == "sequential" or group.world_size == 1:
-        mine = own_part(operands, sum(rows))
-        multiply(group, mine, config)
-        sizes = tuple(count * operands.num_columns * mine.out.element_size() for count in rows)
-        reduce(group, op, mine.out, operands.out, reduce_plan(group.rank, sizes, scatter=True))
-        return
-    if sends_by_copies(group):
-        _copy_finished(group, operands, rows, strategy, config)
-        return
-    tiles = pipelined_tiles(config) if strategy == "pipelined" else config
-    here = turn(group, scatter_shards("gemm_rs", rows, operands.num_columns, operands.out.element_size(), tiles))
-    if strategy == "fused" or on_host(group):
-        _run(operands, SCATTER, tiles, group, here, releases=True)
-    else:
-        _push_finished(group, operands, config, here)
-
-
-def run_spread(group: Group, operands: Operands, config: GemmConfig) -> None:
-    """Multiply and all-reduce in one step, each rank sending everything to everyone."""
-    out = operands.out
-    here = turn(group, spread_shards("gemm_ar", group.world_size, len(out), out.shape[1], out.element_size(), config))
-    _run(operands, SPREAD, config, group, here, releases=True)
 
 
 def multiply(group: Group, operands: Operands, config: GemmConfig, *, load_only: bool = False) -> None:
@@ -135,7 +105,8 @@ def gather_rows(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, rows:
     move(group, op, x, out, gather_plan(group.rank, tuple(count * row_bytes for count in rows)))
 
 
-def _run(operands: Operands, role: Role, config: GemmConfig, group: Group, here: Turn, *, releases: bool) -> None:
+def run(operands: Operands, role: Role, config: GemmConfig, group: Group, here: Turn, *, releases: bool) -> None:
+    """The main loop, on the host or queued on the GPU. ``releases``: it ends the call."""
     if on_host(group):
         gemm_host.run_gemm(operands, role, config, group=group, turn=here, releases=releases)
     else:
@@ -187,7 +158,7 @@ def _multiply_arriving(
 ) -> None:
     plan, rank, world_size = here.plan, group.rank, group.world_size
     x, scale_x = parts[0].x, parts[0].scale_x
-    _load_steps(group, here, parts[0])
+    load_steps(group, here, parts[0])
     for part in parts:
         multiply(group, part, config, load_only=True)
     _feed(group, here, x, scale_x, config)
@@ -224,7 +195,7 @@ def _multiply_by_stage(
         [dataclasses.replace(part, groups=_groups(part).of_stage(stage)) for part in parts]
         for stage in range(world_size)
     ]
-    _load_steps(group, here, parts[0])
+    load_steps(group, here, parts[0])
     for part in parts:
         launch_gemm(part, GATHERING_GROUPED.gathered, config, group=group, turn=here, load_only=True)
     _feed(group, here, x, scale_x, config)
@@ -260,7 +231,7 @@ def _feed(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | Non
         if sends_by_copies(group):
             _feed_by_copies(group, here, x, scale_x)
         else:
-            steps.launch_feed(here, x, scale_x, _num_feeders(group, config), group.world_size)
+            steps.launch_feed(here, x, scale_x, num_feeders(group, config), group.world_size)
 
 
 def _feed_by_copies(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None) -> None:
@@ -279,102 +250,18 @@ def _feed_by_copies(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Te
             here.announce(peer, index)
 
 
-def _push_finished(group: Group, operands: Operands, config: GemmConfig, here: Turn) -> None:
-    plan, rank, world_size = here.plan, group.rank, group.world_size
-    mine = own_part(operands, sum(plan.rows))
-    _load_steps(group, here, mine)
-    for owner in ((rank + 1 + hop) % world_size for hop in range(world_size)):
-        part = _shard_of(mine, here, owner, mine.out)
-        multiply(group, part, config)
-        with beside(group, mine.out):
-            steps.launch_push(here, part.out, owner, _num_feeders(group, config), world_size)
-    join(group)
-    steps.launch_sum(here, operands.out, num_summers(group), world_size)
-
-
-def _copy_finished(group: Group, operands: Operands, rows: tuple[int, ...], strategy: str, config: GemmConfig) -> None:
-    """Multiply into memory of one's own, from which the copy engine sends each shard as soon as it is complete."""
-    out, rank, world_size = operands.out, group.rank, group.world_size
-    plan = scatter_shards("gemm_rs", rows, out.shape[1], out.element_size(), pipelined_tiles(config), by_copies=True)
-    here = turn(group, plan)
-    _load_steps(group, here, operands)
-    here.count_call()
-    steps.launch_open(here, world_size)
-    opened = torch.cuda.current_stream(group.device).record_event()
-    owners = [(rank + 1 + hop) % world_size for hop in range(world_size - 1)]
-    if strategy == "fused":
-        # In front of what waits for it: a kernel that has to be loaded is not loaded while another waits.
-        launch_gemm(operands, STAGE, config, group=group, turn=here)
-        num_columns = -(-out.shape[1] // config.block_n)
-        for owner in (owner for owner in owners if rows[owner]):
-            num_tiles = -(-rows[owner] // config.block_m) * num_columns
-            with behind_count(group, here, opened, owner, num_tiles):
-                _send_shard(here, owner, out)
-    else:
-        mine = dataclasses.replace(operands, out=here.staging(out.dtype, out.shape[1]))
-        for owner in owners:
-            multiply(group, _shard_of(mine, here, owner, mine.out), config)
-            with beside(group):
-                _send_shard(here, owner, out)
-        own_slot = here.slot(rank, rank, out.dtype, out.shape[1], 0)
-        multiply(group, dataclasses.replace(_shard_of(mine, here, rank, mine.out), out=own_slot[: rows[rank]]), config)
-    # Before what has been sent is waited for: peers' sums come at the same time, the other way.
-    if rows[rank]:
-        steps.launch_sum(here, out, num_summers(group), world_size)
-    else:
-        steps.launch_release(here, world_size)  # nobody sends
-    join(group)
-
-
-@contextlib.contextmanager
-def behind_count(
-    group: Group, here: Turn, opened: torch.cuda.Event, owner: int, num_tiles: int, chunk: int = 0
-) -> Iterator[None]:
-    """Launch beside the product, once so many of its tiles have been counted for a chunk of ``owner``'s."""
-    with beside(group, after=opened, closing=True):
-        steps.launch_close(here, owner, num_tiles, group.world_size, chunk=chunk)
-        closed = torch.cuda.current_stream(group.device).record_event()
-    with beside(group, after=closed):
-        yield
-
-
-def _shard_of(operands: Operands, here: Turn, owner: int, out: torch.Tensor) -> Operands:
-    """The product of the rows that ``owner`` will sum."""
-    first = here.plan.first_rows[owner]
-    rows = slice(first, first + here.plan.rows[owner])
-    scale = operands.scale_x if operands.scale_x is None or operands.scale_x.dim() == 0 else operands.scale_x[rows]
-    return dataclasses.replace(operands, x=operands.x[rows], scale_x=scale, out=out[rows])
-
-
-def _send_shard(here: Turn, owner: int, out: torch.Tensor) -> None:
-    if here.plan.rows[owner]:
-        shard = here.shard_to_send(owner, out.dtype, out.shape[1])
-        here.shard_sent(owner, out.dtype, out.shape[1]).copy_(shard, non_blocking=True)
-        here.announce(owner, 0)
-
-
-def own_part(operands: Operands, num_rows: int) -> Operands:
-    """This rank's part of the sum: the same product, of all rows, into memory of its own."""
-    out = operands.out
-    return dataclasses.replace(operands, out=out.new_empty((num_rows, out.shape[1])))
-
-
 @functools.lru_cache(maxsize=1024)
 def pipelined_tiles(config: GemmConfig) -> GemmConfig:
     """Tiles as large as they go: one announcement per shard, and on the CPU one product."""
     return dataclasses.replace(config, block_m=1024, block_n=1024)
 
 
-def num_summers(group: Group) -> int:
-    """Programs that sum at the speed of memory. They wait, so there must be room beside them for who sends."""
-    return max(1, sms_for(group) // 2 if "same GPU" in group.traits.links else 2 * sms_for(group))
-
-
-def _num_feeders(group: Group, config: GemmConfig) -> int:
+def num_feeders(group: Group, config: GemmConfig) -> int:
+    """Programs that send while others multiply: where SMs are few, no more than half of them."""
     return max(1, min(config.num_feeders, sms_for(group) // 2))
 
 
-def _load_steps(group: Group, here: Turn, part: Operands) -> None:
+def load_steps(group: Group, here: Turn, part: Operands) -> None:
     """Load the steps of the pipeline. The library's kernels may follow once all rows are on their way."""
     key = ("steps", group.world_size, part.scale_x is not None, part.out.dtype)
     load = partial(steps.load, here, part.x, part.scale_x, part.out, group.world_size)
@@ -396,4 +283,4 @@ def _load_later_parts(
         ends = gathered is None and index == len(parts) - 1
         launch_gemm(part, roles.gathered, config, group=group, turn=here, releases=ends, load_only=True)
     if gathered is not None:
-        _load_steps(group, here, parts[0])
+        load_steps(group, here, parts[0])

@@ -61,7 +61,10 @@ def num_tiles(config: GemmConfig, role: Role, num_rows: int, num_columns: int, t
 def num_programs(
     config: GemmConfig, group: Group | None, role: Role, num_tiles: int, turn: Turn | None
 ) -> tuple[int, int]:
-    """(feeders, multipliers): no more than are resident at once, since they wait for each other's ranks."""
+    """(feeders, multipliers): no more than are resident at once where they wait for each other's ranks."""
+    if not role.waits and config.num_sms is None and not _is_interpreted(group):
+        # Programs that fetch their tiles are no more than may find a place; the others have a tile each.
+        return 0, max(1, min(num_tiles, 2 * sms_for(group)) if fetches_tiles(group, config) else num_tiles)
     num_sms = max(1, sms_for(group) - role.num_spare_sms)
     if config.num_sms is not None:
         # More than are resident would wait for each other; interpreted programs are as many as the simulator likes.

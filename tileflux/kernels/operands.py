@@ -99,6 +99,8 @@ class Role:
     """SMs left to small kernels of the same call that must run beside this one."""
     stores: bool = False
     """A finished tile goes into the output, and nothing else happens."""
+    waits: bool = True
+    """Programs wait for each other's, or for peers', so that all of a launch must be resident."""
     combines: bool = False
     """Grouped rows are added up by token: columns are cut into as many slabs as the configuration has chunks."""
 

@@ -9,6 +9,8 @@ from tileflux.kernels.operands import Role
 from tileflux.lang.policy import (
     combine_tile,
     scatter_tile,
+    send_sums,
+    send_tile,
     spread_tile,
     stage_sums,
     stage_tile,
@@ -25,6 +27,7 @@ __all__ = [
     "ARRIVING",
     "ARRIVING_GROUPED",
     "COMBINE",
+    "COMBINE_SEND",
     "COMBINE_STAGE",
     "GATHER",
     "GATHERED",
@@ -34,6 +37,7 @@ __all__ = [
     "GATHER_GROUPED",
     "PLAIN",
     "SCATTER",
+    "SEND",
     "SPREAD",
     "STAGE",
     "Gathering",
@@ -74,5 +78,7 @@ COMBINE = Role("moe_gemm_rs", slab_order, wait_for_nothing, combine_tile, combin
 COMBINE_STAGE = Role(
     "moe_gemm_rs, sent by copies", slab_order, wait_for_nothing, stage_sums, combines=True, num_spare_sms=1
 )
+COMBINE_SEND = Role("moe_gemm_rs, summed apart", slab_order, wait_for_nothing, send_sums, combines=True)
+SEND = Role("gemm_rs, summed apart", departure_order, wait_for_nothing, send_tile, waits=False)
 STAGE = Role("gemm_rs, sent by copies", departure_order, wait_for_nothing, stage_tile, num_spare_sms=1)
 SPREAD = Role("gemm_ar", twice_order, wait_for_slots, spread_tile, is_sharded=False, num_turns=2)

@@ -36,7 +36,7 @@ class ShardPlan:
     staging_bytes: int = 0
     """Of memory of this rank's own, which calls of all plans share: what is not to be sent as it is.
 
-    With ``slab_columns`` there is, in front of it, a slot for each owner, from which its slabs are sent."""
+    Where copies send it slab by slab there is, in front of it, a slot for each owner, from which they do."""
     slab_columns: int = 0
     """Where shards lie and are sent slab by slab, the columns of one; the last has what is left."""
 
@@ -100,19 +100,23 @@ def combine_shards(
     num_columns: int,
     itemsize: int,
     config: GemmConfig,
+    by_slab: bool = False,
     by_copies: bool = False,
 ) -> ShardPlan:
     """Reduce-scatter of tokens whose rows are elsewhere: as ``scatter_shards``, and room for ``capacity`` such rows.
 
-    What copies send is in memory of this rank's own, too: the buffer has slots alone. There is a flag per slab.
+    ``by_slab``, as by copies always, each slab has one flag. What copies send is in memory of this rank's own, too: the
+    buffer has slots alone.
     """
     plan = scatter_shards(op, rows, num_columns, itemsize, config)
-    products = capacity * num_columns * itemsize
-    if not by_copies:
-        return dataclasses.replace(plan, staging_bytes=products)
-    num_tiles = -(-num_columns // config.block_n)
-    return dataclasses.replace(
-        plan, num_flags=MAX_CHUNKS, data_bytes=plan.data_bytes // 2, by_copies=True,
-        staging_bytes=len(rows) * plan.slot_bytes + products,
-        slab_columns=max(1, -(-num_tiles // config.num_chunks)) * config.block_n,
-    )  # fmt: skip
+    plan = dataclasses.replace(plan, staging_bytes=capacity * num_columns * itemsize)
+    if by_slab or by_copies:
+        num_tiles = -(-num_columns // config.block_n)
+        slab_columns = max(1, -(-num_tiles // config.num_chunks)) * config.block_n
+        plan = dataclasses.replace(plan, num_flags=MAX_CHUNKS, slab_columns=slab_columns)
+    if by_copies:
+        staging_bytes = len(rows) * plan.slot_bytes + plan.staging_bytes
+        plan = dataclasses.replace(
+            plan, data_bytes=plan.data_bytes // 2, by_copies=True, staging_bytes=staging_bytes
+        )  # fmt: skip
+    return plan

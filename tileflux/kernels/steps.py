@@ -36,6 +36,7 @@ from tileflux.lang.turn import (
 
 __all__ = [
     "launch_await",
+    "launch_await_everyone",
     "launch_close",
     "launch_feed",
     "launch_open",
@@ -71,6 +72,12 @@ def launch_await(turn: Turn, source: int, chunk: int, world_size: int, num_progr
     """Let the stream wait for a chunk of ``source``'s rows."""
     with launching(turn.group):
         launch_step(_await_kernel, num_programs, (source, chunk, turn.table), (world_size,), 1)
+
+
+def launch_await_everyone(turn: Turn, world_size: int, num_programs: int = 1, chunk: int = 0) -> None:
+    """Let the stream wait until every peer has announced ``chunk`` of what it has for this rank."""
+    with launching(turn.group):
+        launch_step(_await_everyone_kernel, num_programs, (chunk, turn.table), (world_size,), 1)
 
 
 def launch_close(
@@ -128,6 +135,7 @@ def load(turn: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.T
     launch_open(turn, world_size, 0)
     launch_close(turn, 0, 0, world_size, 0)
     launch_await(turn, 0, 0, world_size, 0)
+    launch_await_everyone(turn, world_size, 0)
     launch_release(turn, world_size, 0)
     for aligned in (False, True):
         constants = (ELEMENTS[out.dtype], aligned, world_size, _BLOCK)
@@ -137,6 +145,7 @@ def load(turn: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.T
 def load_for_slabs(turn: Turn, out: torch.Tensor, world_size: int) -> None:
     """The same of those that send and sum slab by slab."""
     launch_open(turn, world_size, 0)
+    launch_await_everyone(turn, world_size, 0)
     launch_close(turn, 0, 0, world_size, 0)
     launch_release(turn, world_size, 0)
     for aligned in (False, True):
@@ -202,6 +211,12 @@ def _await_everyone(table, chunk, WORLD: tl.constexpr):
     for hop in range(1, WORLD):
         source = (rank + hop) % WORLD
         await_word(flag_word(table, rank, source, chunk, WORLD), epoch + 1, source, table)
+
+
+@triton.jit(do_not_specialize=("chunk", "table_ptr"))
+def _await_everyone_kernel(chunk: tl.int32, table_ptr, WORLD: tl.constexpr):
+    _await_everyone(table_ptr, chunk, WORLD)
+    confirm_call(table_ptr)
 
 
 @triton.jit(do_not_specialize=("out", "num_elements", "table_ptr"))

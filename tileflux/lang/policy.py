@@ -10,7 +10,7 @@ import triton.language as tl
 from tileflux.config import GROUPS
 from tileflux.lang.hopper import PIECE, store_by_threads, store_by_tma, sum_by_threads
 from tileflux.lang.remote import typed
-from tileflux.lang.signal import count, signal, tma_fence, wait
+from tileflux.lang.signal import arrive, count, signal, tma_fence, wait
 from tileflux.lang.turn import (
     CHUNK_ROWS,
     GUARD,
@@ -32,6 +32,8 @@ __all__ = [
     "await_word",
     "combine_tile",
     "scatter_tile",
+    "send_sums",
+    "send_tile",
     "slot",
     "spread_tile",
     "stage_sums",
@@ -113,6 +115,26 @@ def scatter_tile(value, out, place, table, SPEC: tl.constexpr):
 
 
 @triton.jit
+def send_tile(value, out, place, table, SPEC: tl.constexpr):
+    """Into my slot at the tile's owner, one's own too; the last of a shard's tiles raises the flag of all."""
+    rank = word(table, RANK)
+    epoch = current_epoch(table, SPEC.world_size)
+    owner, _, row, column, num_rows, N, _, _ = place
+    _store(value, slot(table, owner, rank, epoch, SPEC.world_size), row, column, num_rows, N, SPEC)
+    if owner != rank:
+        _announce_part(value.shape, owner, 0, num_rows, N, table, SPEC)
+
+
+@triton.jit
+def _announce_part(SHAPE: tl.constexpr, owner, chunk, num_rows, num_columns, table, SPEC: tl.constexpr):
+    """One more tile has been stored at ``owner``: the last of so many rows and columns raises the flag of ``chunk``."""
+    rank = word(table, RANK)
+    num_tiles = tl.cdiv(num_rows, SHAPE[0]) * tl.cdiv(num_columns, SHAPE[1])
+    if arrive(counter_word(table, rank, owner, chunk, SPEC.world_size), num_tiles):
+        signal(flag_word(table, owner, rank, chunk, SPEC.world_size), current_epoch(table, SPEC.world_size) + 1)
+
+
+@triton.jit
 def stage_tile(value, out, place, table, SPEC: tl.constexpr):
     """For copies to send: into this rank's own memory, and counted. One's own tile goes to one's own slot.
 
@@ -179,15 +201,43 @@ def stage_sums(value, target, place, table, SPEC: tl.constexpr):
         to = sums + owner.to(tl.int64) * tl.load(table + SLOT_BYTES)
         if owner == rank:
             to = slot(table, rank, rank, current_epoch(table, SPEC.world_size), SPEC.world_size)
-        slab_columns = tl.cdiv(tl.cdiv(N, SPEC.block_n), SPEC.num_slabs) * SPEC.block_n
-        first = slab * slab_columns
-        to += num_rows.to(tl.int64) * first * (SPEC.out_type.primitive_bitwidth // 8)
-        pitch = _pitch(min(N - first, slab_columns), SPEC)
-        _combine_rows(
-            value.shape, groups, products, to, pitch, column - first, first_row, row, column, num_rows, N, SPEC
-        )
+        _combine_into_slab(value.shape, groups, slab, place, products, to, SPEC)
         if owner != rank:
             count(counter_word(table, rank, owner, slab, SPEC.world_size))
+
+
+@triton.jit
+def send_sums(value, target, place, table, SPEC: tl.constexpr):
+    """As ``stage_sums``, but into my slot at the owner; the last of a slab's raises its flag."""
+    _, groups, slab, wanted = target
+    rank = word(table, RANK)
+    owner, _, row, column, num_rows, N, _, turn = place
+    counter = counter_word(table, rank, rank, slab, SPEC.world_size)
+    products = data(table, rank, SPEC.world_size) + tl.load(table + STAGING)
+    if turn == 0:
+        _store(value, products, row, column, num_rows, N, SPEC)
+        count(counter)
+    else:
+        _wait(counter, wanted, rank, table, SPEC)
+        to = slot(table, owner, rank, current_epoch(table, SPEC.world_size), SPEC.world_size)
+        num_columns = _combine_into_slab(value.shape, groups, slab, place, products, to, SPEC)
+        if owner != rank:
+            _announce_part(value.shape, owner, slab, num_rows, num_columns, table, SPEC)
+
+
+@triton.jit
+def _combine_into_slab(SHAPE: tl.constexpr, groups, slab, place, products, to, SPEC: tl.constexpr):
+    """``_combine_rows`` into a shard that lies slab by slab; returns the columns of this one."""
+    _, first_row, row, column, num_rows, N, _, _ = place
+    slab_columns = tl.cdiv(tl.cdiv(N, SPEC.block_n), SPEC.num_slabs) * SPEC.block_n
+    first = slab * slab_columns
+    num_columns = min(N - first, slab_columns)
+    to += num_rows.to(tl.int64) * first * (SPEC.out_type.primitive_bitwidth // 8)
+    _combine_rows(
+        SHAPE, groups, products, to, _pitch(num_columns, SPEC), column - first,
+        first_row, row, column, num_rows, N, SPEC,
+    )  # fmt: skip
+    return num_columns
 
 
 @triton.jit

@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 
 from tileflux.config import GemmConfig
-from tileflux.kernels.dense import gather_rows, multiply, run_scatter, run_spread
+from tileflux.kernels.dense import gather_rows, multiply
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import split_rows
 from tileflux.kernels.prepared import Kept
+from tileflux.kernels.scatter import run_scatter, run_spread
 from tileflux.ops import _dense
 from tileflux.ops._call import begin, check_out, guarded
 from tileflux.ops._library import eager_only, register

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from tileflux.config import GemmConfig
-from tileflux.kernels.dense import run_scatter
 from tileflux.kernels.plan import split_rows
 from tileflux.kernels.prepared import Kept
+from tileflux.kernels.scatter import run_scatter
 from tileflux.ops import _dense
 from tileflux.ops._call import begin, check_out, check_sizes, guarded
 from tileflux.ops._library import eager_only, register

@@ -77,7 +77,7 @@ class Variant:
             if role is not roles.PLAIN:
                 plan = SimpleNamespace(rows=self.rows, num_chunks=1, chunk_rows=max(self.rows))
                 turn = SimpleNamespace(plan=plan, launches=Kept(), table=torch.zeros(1, dtype=torch.int64))
-        releases = turn is not None and role is not roles.STAGE  # whose call ends with the sum
+        releases = turn is not None and role not in (roles.SEND, roles.STAGE)  # whose calls end with the sum
         gemm_launch.launch_gemm(
             operands, role, self.config, group=group, turn=turn, releases=releases, load_only=True  # type: ignore[arg-type]
         )  # fmt: skip
@@ -95,7 +95,7 @@ def variants(problem: GemmProblem, candidates: Sequence[Candidate], group: Group
         if is_virtual and candidate.strategy != "fused":
             roles.append(("PLAIN", problem.world_size))  # what virtual ranks multiply with instead of the library
         if candidate.strategy == "fused" and problem.world_size > 1:
-            roles.append((_fused_role(problem.op, candidate.algorithm, group), problem.world_size))
+            roles.append((_fused_role(problem.op, candidate, group), problem.world_size))
         for role, world_size in roles:
             found.append(_variant(problem, candidate.config, role, world_size, is_virtual and world_size > 1))
     return list(dict.fromkeys(found))
@@ -125,14 +125,16 @@ def _typical_rows(problem: GemmProblem, config: GemmConfig) -> tuple[int, ...]:
     return (config.block_m + rest,) * len(rows)
 
 
-def _fused_role(op: str, algorithm: str, group: Group) -> str:
-    """As ``kernels/dense.py`` takes them; a test compares."""
-    if op == "gemm_ar" and algorithm == "one_shot":
+def _fused_role(op: str, candidate: Candidate, group: Group) -> str:
+    """As ``kernels/dense.py`` and ``scatter.py`` take them; a test compares."""
+    if op == "gemm_ar" and candidate.algorithm == "one_shot":
         return "SPREAD"
     by_copies = not group.traits.copies_need_sms
     if op == "ag_gemm":
         return "ARRIVING" if by_copies else "GATHER"
-    return "STAGE" if by_copies else "SCATTER"
+    if by_copies:
+        return "STAGE"
+    return "SEND" if candidate.config.sums_apart else "SCATTER"
 
 
 def pretend(arch: int) -> None:

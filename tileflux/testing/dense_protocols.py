@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from tileflux import CommConfig, GemmConfig, ag_gemm, gemm_ar, gemm_rs, moe_ag_gemm, moe_gemm_rs, route
-from tileflux.kernels import dense, gemm_launch
+from tileflux.kernels import combine, dense, gemm_launch, scatter
 from tileflux.ops.routing import Routing
 from tileflux.symm.group import Group
 from tileflux.testing.dense import DenseCase, Scales, ag_case, expected, gathered, ragged_sizes, reduction, rs_case
@@ -42,6 +42,7 @@ COMM = CommConfig(num_lanes=2, slot_bytes=256, min_lane_bytes=64)
 TILES = GemmConfig(16, 16, 16, group_m=2, num_warps=4, num_sms=4, num_feeders=2)
 """Two programs that feed and two that multiply: the fewest that can get in each other's way."""
 SLABS = replace(TILES, num_chunks=2)
+APART = replace(SLABS, sums_apart=True)
 TALL = replace(TILES, block_m=512, num_chunks=2)
 """For shards of more than 256 rows, which is what a chunk holds at least; a tile is cut off at the end of its chunk."""
 
@@ -274,7 +275,9 @@ PROTOCOLS: dict[str, tuple[Call, ...]] = {
     "moe_ag_gemm fused": _EXPERTS,
     "moe_ag_gemm pipelined": _with(_EXPERTS[1:], strategy="pipelined"),
     "moe_gemm_rs fused": _COMBINE,
+    "moe_gemm_rs fused, summed apart": _with(_COMBINE, config=APART),
     "gemm_rs fused": _SCATTER,
+    "gemm_rs fused, summed apart": _with(_SCATTER, config=APART),
     "gemm_rs pipelined": _with(_SCATTER, strategy="pipelined"),
     "gemm_ar one_shot": _SPREAD,
     "gemm_ar two_shot": (_TWO_SHOT[0], replace(_TWO_SHOT[1], strategy="pipelined"), _TWO_SHOT[2]),
@@ -339,6 +342,8 @@ def simulate_protocol(
     with (
         simulated_streams() if by_copies else nullcontext(),
         mock.patch.object(dense, "sms_for", lambda group: TILES.num_sms),
+        mock.patch.object(scatter, "sms_for", lambda group: TILES.num_sms),
+        mock.patch.object(combine, "sms_for", lambda group: TILES.num_sms),
         mock.patch.object(gemm_launch, "fetches_tiles", lambda group, config: fetches),
     ):
         run = _run_on_streams if by_copies else run_protocol

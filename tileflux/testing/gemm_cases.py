@@ -18,6 +18,7 @@ from tileflux.kernels.roles import (
     ARRIVING,
     ARRIVING_GROUPED,
     COMBINE,
+    COMBINE_SEND,
     COMBINE_STAGE,
     GATHER,
     GATHER_GROUPED,
@@ -25,6 +26,7 @@ from tileflux.kernels.roles import (
     GATHERED_GROUPED,
     PLAIN,
     SCATTER,
+    SEND,
     SPREAD,
     STAGE,
 )
@@ -43,7 +45,7 @@ _POLICIES = "tileflux.lang.policy"
 _ORDERS = "tileflux.lang.schedule"
 _PLAIN_ENDS = (PLAIN, GATHERED, GATHERED_GROUPED)
 """Roles that wait for nobody and, as compiled here, tell nobody."""
-_STAGING = (STAGE, COMBINE_STAGE)
+_STAGING = (STAGE, SEND, COMBINE_STAGE, COMBINE_SEND)
 """Roles whose call ends with another launch."""
 
 
@@ -131,7 +133,7 @@ def _case(
         divisible_by_16=(),
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": MAX_REGISTERS},
         architectures=(arch,),
-        waits=waits and role not in (*_PLAIN_ENDS, STAGE),
+        waits=waits and role not in (*_PLAIN_ENDS, SEND, STAGE),
         signals=waits and role not in _PLAIN_ENDS,
     )
 
@@ -148,9 +150,10 @@ def _all_cases() -> tuple[CompileCase, ...]:
     cases += [_case(PLAIN, bf16, 80, activation="swiglu"), _case(PLAIN, bf16, 90, activation="gelu")]
     cases += [_case(role, bf16, 90, tma=False) for role in (PLAIN, GATHER, SCATTER)]
     cases += [_case(GATHERED, bf16, 90), _case(PLAIN, bf16, 90, m=16), _case(PLAIN, bf16, 90, m=64)]
-    cases += [_case(role, bf16, arch) for role in (ARRIVING, STAGE) for arch in (90, 100)]
+    cases += [_case(role, bf16, arch) for role in (ARRIVING, SEND, STAGE) for arch in (90, 100)]
     cases += [_case(role, bf16, arch, fetches=True) for role in (GATHER, SCATTER) for arch in ARCHITECTURES]
     cases += [_case(SPREAD, bf16, 90, m=32, fetches=True), _case(GATHERED, bf16, 90, fetches=True)]
+    cases += [_case(SEND, bf16, 90, fetches=True)]
     cases += [_case(role, bf16, 90, tma=False, fetches=True) for role in (GATHER, SCATTER)]
     cases += [_case(role, bf16, 90, records=True) for role in (PLAIN, GATHER, SCATTER)]
     cases += [_case(SCATTER, bf16, 90, fetches=True, records=True)]
@@ -169,6 +172,8 @@ def _grouped_cases() -> list[CompileCase]:
     cases += [combine(bf16, arch, block_m=128) for arch in archs]
     cases += [combine(torch.float8_e4m3fn, 90, block_m=128), combine(bf16, 90, block_m=16)]
     cases += [combine(bf16, 90, block_m=128, fetches=True)]
+    send = functools.partial(_case, COMBINE_SEND, grouped="sorted")
+    cases += [send(bf16, 90, block_m=128), send(bf16, 90, block_m=128, fetches=True)]
     stage = functools.partial(_case, COMBINE_STAGE, grouped="sorted")
     cases += [stage(bf16, arch, block_m=128) for arch in archs]
     cases += [stage(torch.float8_e4m3fn, 90, block_m=128), stage(bf16, 90, block_m=16)]

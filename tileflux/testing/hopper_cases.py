@@ -12,7 +12,7 @@ from tileflux.kernels.gemm_hopper_launch import HopperSpec, make_hopper_spec, wh
 from tileflux.kernels.gemm_shared import Launch
 from tileflux.kernels.groups import Groups
 from tileflux.kernels.operands import ELEMENTS, Operands, Role
-from tileflux.kernels.roles import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
+from tileflux.kernels.roles import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SEND, SPREAD, STAGE
 from tileflux.testing.compile_gate import CompileCase, Imported
 
 __all__ = ["HOPPER_CASES", "SPECS", "TILES", "hopper_config"]
@@ -58,7 +58,7 @@ def _spec(
         raise ValueError(f"Hopper's loop does not take {role.name}: {reason}")
     launch = Launch(
         role, config, num_rows=512, num_feeders=2 if role.feeds else 0, num_programs=132, fetches=False,
-        world_size=1 if role is PLAIN else _WORLD, releases=role not in (PLAIN, GATHERED, STAGE), use_tma=True,
+        world_size=1 if role is PLAIN else _WORLD, releases=role not in (PLAIN, GATHERED, SEND, STAGE), use_tma=True,
         records="recorded" in options, trace=None,
     )  # fmt: skip
     return make_hopper_spec(operands, launch, None)
@@ -109,7 +109,7 @@ def _case(
         divisible_by_16=(),
         options={"num_warps": spec.num_warps},
         architectures=(90,),
-        waits=role not in (PLAIN, GATHERED, STAGE),
+        waits=role not in (PLAIN, GATHERED, SEND, STAGE),
         # Behind a look at the clock the lint takes a release for that of a wait that gives up.
         signals=role not in (PLAIN, GATHERED) and not (role is STAGE and "recorded" in options),
         announces_tma=False,
@@ -119,7 +119,7 @@ def _case(
 def _all_cases() -> tuple[CompileCase, ...]:
     fp8, fp32 = torch.float8_e4m3fn, torch.float32
     cases = [_case(PLAIN, tile) for tile in TILES]
-    cases += [_case(role, tile) for role in (ARRIVING, STAGE) for tile in ((128, 256), (64, 128))]
+    cases += [_case(role, tile) for role in (ARRIVING, SEND, STAGE) for tile in ((128, 256), (64, 128))]
     cases += [_case(PLAIN, options=each) for each in ("kn", "recorded", "bias")]
     cases += [_case(role, options="recorded") for role in (ARRIVING, STAGE)]
     cases += [_case(role, tile) for role in (GATHER, SCATTER) for tile in ((128, 256), (64, 128))]

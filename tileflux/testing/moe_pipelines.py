@@ -14,7 +14,7 @@ import torch
 
 from tileflux import ops
 from tileflux.config import GemmConfig
-from tileflux.kernels import dense, steps
+from tileflux.kernels import dense, scatter, steps
 from tileflux.kernels.beside import beside, join
 from tileflux.kernels.launch import on_host
 from tileflux.kernels.loading import load_once
@@ -82,9 +82,9 @@ def send_off(
         for owner in ((rank + 1 + hop) % world_size for hop in range(world_size)):
             sums = make(owner)
             with beside(group, sums):
-                steps.launch_push(here, sums, owner, dense._num_feeders(group, config), world_size)
+                steps.launch_push(here, sums, owner, dense.num_feeders(group, config), world_size)
         join(group)
-        steps.launch_sum(here, out, dense.num_summers(group), world_size)
+        steps.launch_sum(here, out, scatter.num_summers(group), world_size)
 
 
 def _load(group: Group, here: Turn, x: torch.Tensor, out: torch.Tensor) -> None:

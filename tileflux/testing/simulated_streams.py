@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from tileflux.kernels import combine, dense, steps, turns
+from tileflux.kernels import combine, dense, scatter, steps, turns
 from tileflux.kernels.turns import Turn
 from tileflux.symm.group import Group
 from tileflux.symm.host_signal import HostWords
@@ -96,11 +96,12 @@ def simulated_streams() -> Iterator[None]:
         (torch.Tensor, "copy_", _queued_copy),
         (turns, "write_flag", _queued_flag),
         (dense, "beside", _beside),
+        (scatter, "beside", _beside),
         (Group, "synchronize", _synchronize),
         (Turn, "__init__", _sharing(Turn.__init__)),
         *((steps, name, _queued(getattr(steps, name))) for name in _STEPS),
     ]
-    for module in (dense, combine):
+    for module in (dense, scatter, combine):
         names: dict[str, Any] = {
             "sends_by_copies": lambda group: True, "join": _join, "launch_gemm": _queued(vars(module)["launch_gemm"]),
         }  # fmt: skip

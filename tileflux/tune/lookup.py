@@ -42,6 +42,7 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "floa
 
 _ONE_SHOT_BYTES = 512 * 1024  # what one rank may take in at once before two steps, with fewer bytes, are quicker
 _GATHERS = ("ag_gemm", "moe_ag_gemm")
+_SCATTERS = ("gemm_rs", "gemm_ar", "moe_gemm_rs")
 _SHARDED = ("ag_gemm", "gemm_rs", "gemm_ar")
 _SPAN_ROWS = 256
 _num_readings = 0
@@ -116,7 +117,11 @@ def rule(problem: GemmProblem) -> Choice:
         if small and incoming:
             strategy = "fused"
             reason = f"each rank takes in {incoming} bytes of partial sums: one step costs less than two"
-    return Choice(strategy, algorithm, _tiles(problem), reason)
+    config = _tiles(problem)
+    if problem.link == "same GPU" and problem.op in _SCATTERS:
+        # A program that waits holds an SM that the rank which is waited for may need.
+        config = dataclasses.replace(config, sums_apart=True)
+    return Choice(strategy, algorithm, config, reason)
 
 
 def problem_for(
@@ -157,7 +162,7 @@ def grouped_tiles(problem: GemmProblem, usual: GemmConfig, block_m: int) -> Gemm
     plain = lookup(dataclasses.replace(problem, op="gemm", m=rows, world_size=1, link="")).config
     return dataclasses.replace(
         plain, block_m=block_m, hopper=False,
-        num_feeders=usual.num_feeders, num_chunks=usual.num_chunks,
+        num_feeders=usual.num_feeders, num_chunks=usual.num_chunks, sums_apart=usual.sums_apart,
     )  # fmt: skip
 
 

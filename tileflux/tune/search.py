@@ -53,7 +53,7 @@ class Candidate:
         config = self.config
         chunks = f", {config.num_chunks} chunks" if config.num_chunks > 1 else ""
         tile = f" {config.block_m}x{config.block_n}x{config.block_k}" if self.strategy == "fused" else ""
-        switches = ", hopper" * config.hopper + ", fetched" * config.fetches
+        switches = ", hopper" * config.hopper + ", fetched" * config.fetches + ", summed apart" * config.sums_apart
         return f"{how}{tile}{switches}{chunks}"
 
 
@@ -113,6 +113,8 @@ def refinements(problem: GemmProblem, best: Candidate) -> list[Candidate]:
     if best.strategy == "fused" and problem.arch:
         changes += [("span", each) for each in (1, 2, 4) if each < problem.world_size]
     if problem.link == "same GPU":
+        if problem.op != "ag_gemm":
+            changes.append(("sums_apart", not best.config.sums_apart))
         if not best.config.hopper:
             changes.append(("fetches", not best.config.fetches))
         # Programs that nobody else's SM is wanted for: of as many as a rank's share some may begin late.

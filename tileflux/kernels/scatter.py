@@ -1,0 +1,172 @@
+"""Multiply and reduce-scatter, or all-reduce, in every strategy: who runs when, over which buffers.
+
+sequential  the library's GEMM, then the collective
+pipelined   one library GEMM per shard, each sent as soon as it is done
+fused       one kernel, whose tiles leave as they are finished. Who sends, and where sums are made:
+
+    SMs store tiles at their owners, which sum in the same launch
+    SMs store them there, and a launch of its own sums (``GemmConfig.sums_apart``)
+    the copy engine brings shards there, where it needs no SM, and a launch of its own sums
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from tileflux.config import GemmConfig
+from tileflux.kernels import steps
+from tileflux.kernels.beside import beside, join
+from tileflux.kernels.dense import load_steps, multiply, num_feeders, pipelined_tiles, run, sends_by_copies
+from tileflux.kernels.gemm_launch import launch_gemm
+from tileflux.kernels.gemm_shared import sms_for
+from tileflux.kernels.launch import on_host
+from tileflux.kernels.operands import Operands
+from tileflux.kernels.plan import reduce_plan
+from tileflux.kernels.reduce import reduce
+from tileflux.kernels.roles import SCATTER, SEND, SPREAD, STAGE
+from tileflux.kernels.shards import scatter_shards, spread_shards
+from tileflux.kernels.turns import Turn, turn
+from tileflux.symm.group import Group
+
+__all__ = ["behind_count", "num_summers", "own_part", "run_scatter", "run_spread", "sum_all"]
+
+
+def run_scatter(
+    group: Group, operands: Operands, rows: tuple[int, ...], strategy: str, config: GemmConfig, op: str = "gemm_rs"
+) -> None:
+    """Multiply and reduce-scatter; ``operands.out`` has this rank's rows."""
+    if strategy == "sequential" or group.world_size == 1:
+        mine = own_part(operands, sum(rows))
+        multiply(group, mine, config)
+        sizes = tuple(count * operands.num_columns * mine.out.element_size() for count in rows)
+        reduce(group, op, mine.out, operands.out, reduce_plan(group.rank, sizes, scatter=True))
+        return
+    if sends_by_copies(group):
+        _copy_finished(group, operands, rows, strategy, config)
+        return
+    by_tile = on_host(group) or (strategy == "fused" and not config.sums_apart)
+    tiles = config if strategy == "fused" and by_tile else pipelined_tiles(config)
+    here = turn(group, scatter_shards("gemm_rs", rows, operands.num_columns, operands.out.element_size(), tiles))
+    if by_tile:
+        run(operands, SCATTER, tiles, group, here, releases=True)
+    elif strategy == "fused":
+        _send_finished(group, operands, config, here)
+    else:
+        _push_finished(group, operands, config, here)
+
+
+def run_spread(group: Group, operands: Operands, config: GemmConfig) -> None:
+    """Multiply and all-reduce in one step, each rank sending everything to everyone."""
+    out = operands.out
+    here = turn(group, spread_shards("gemm_ar", group.world_size, len(out), out.shape[1], out.element_size(), config))
+    run(operands, SPREAD, config, group, here, releases=True)
+
+
+def _push_finished(group: Group, operands: Operands, config: GemmConfig, here: Turn) -> None:
+    plan, rank, world_size = here.plan, group.rank, group.world_size
+    mine = own_part(operands, sum(plan.rows))
+    load_steps(group, here, mine)
+    for owner in ((rank + 1 + hop) % world_size for hop in range(world_size)):
+        part = _shard_of(mine, here, owner, mine.out)
+        multiply(group, part, config)
+        with beside(group, mine.out):
+            steps.launch_push(here, part.out, owner, num_feeders(group, config), world_size)
+    join(group)
+    sum_all(group, here, operands.out)
+
+
+def _send_finished(group: Group, operands: Operands, config: GemmConfig, here: Turn) -> None:
+    """Multiply, storing tiles at their owners, and sum when all ranks' have come.
+
+    No program of the product waits for anybody: those that have begun hold no SM that a rank which is late needs, and
+    there may be more of them than fit.
+    """
+    load_steps(group, here, operands)
+    steps.launch_open(here, group.world_size)
+    launch_gemm(operands, SEND, config, group=group, turn=here)
+    sum_all(group, here, operands.out)
+
+
+def sum_all(group: Group, here: Turn, out: torch.Tensor) -> None:
+    """Wait for every peer's shard with a single program, that holds no SM of theirs; then add up with many."""
+    if here.plan.rows[group.rank]:
+        steps.launch_await_everyone(here, group.world_size)
+        steps.launch_sum(here, out, 2 * sms_for(group), group.world_size)
+    else:
+        steps.launch_release(here, group.world_size)  # nobody sends
+
+
+def _copy_finished(group: Group, operands: Operands, rows: tuple[int, ...], strategy: str, config: GemmConfig) -> None:
+    """Multiply into memory of one's own, from which the copy engine sends each shard as soon as it is complete."""
+    out, rank, world_size = operands.out, group.rank, group.world_size
+    plan = scatter_shards("gemm_rs", rows, out.shape[1], out.element_size(), pipelined_tiles(config), by_copies=True)
+    here = turn(group, plan)
+    load_steps(group, here, operands)
+    here.count_call()
+    steps.launch_open(here, world_size)
+    opened = torch.cuda.current_stream(group.device).record_event()
+    owners = [(rank + 1 + hop) % world_size for hop in range(world_size - 1)]
+    if strategy == "fused":
+        # In front of what waits for it: a kernel that has to be loaded is not loaded while another waits.
+        launch_gemm(operands, STAGE, config, group=group, turn=here)
+        num_columns = -(-out.shape[1] // config.block_n)
+        for owner in (owner for owner in owners if rows[owner]):
+            num_tiles = -(-rows[owner] // config.block_m) * num_columns
+            with behind_count(group, here, opened, owner, num_tiles):
+                _send_shard(here, owner, out)
+    else:
+        mine = dataclasses.replace(operands, out=here.staging(out.dtype, out.shape[1]))
+        for owner in owners:
+            multiply(group, _shard_of(mine, here, owner, mine.out), config)
+            with beside(group):
+                _send_shard(here, owner, out)
+        own_slot = here.slot(rank, rank, out.dtype, out.shape[1], 0)
+        multiply(group, dataclasses.replace(_shard_of(mine, here, rank, mine.out), out=own_slot[: rows[rank]]), config)
+    # Before what has been sent is waited for: peers' sums come at the same time, the other way.
+    if rows[rank]:
+        steps.launch_sum(here, out, num_summers(group), world_size)
+    else:
+        steps.launch_release(here, world_size)  # nobody sends
+    join(group)
+
+
+@contextlib.contextmanager
+def behind_count(
+    group: Group, here: Turn, opened: torch.cuda.Event, owner: int, num_tiles: int, chunk: int = 0
+) -> Iterator[None]:
+    """Launch beside the product, once so many of its tiles have been counted for a chunk of ``owner``'s."""
+    with beside(group, after=opened, closing=True):
+        steps.launch_close(here, owner, num_tiles, group.world_size, chunk=chunk)
+        closed = torch.cuda.current_stream(group.device).record_event()
+    with beside(group, after=closed):
+        yield
+
+
+def _shard_of(operands: Operands, here: Turn, owner: int, out: torch.Tensor) -> Operands:
+    """The product of the rows that ``owner`` will sum."""
+    first = here.plan.first_rows[owner]
+    rows = slice(first, first + here.plan.rows[owner])
+    scale = operands.scale_x if operands.scale_x is None or operands.scale_x.dim() == 0 else operands.scale_x[rows]
+    return dataclasses.replace(operands, x=operands.x[rows], scale_x=scale, out=out[rows])
+
+
+def _send_shard(here: Turn, owner: int, out: torch.Tensor) -> None:
+    if here.plan.rows[owner]:
+        shard = here.shard_to_send(owner, out.dtype, out.shape[1])
+        here.shard_sent(owner, out.dtype, out.shape[1]).copy_(shard, non_blocking=True)
+        here.announce(owner, 0)
+
+
+def own_part(operands: Operands, num_rows: int) -> Operands:
+    """This rank's part of the sum: the same product, of all rows, into memory of its own."""
+    out = operands.out
+    return dataclasses.replace(operands, out=out.new_empty((num_rows, out.shape[1])))
+
+
+def num_summers(group: Group) -> int:
+    """Programs that sum at the speed of memory. They wait, so there must be room beside them for who sends."""
+    return max(1, sms_for(group) // 2 if "same GPU" in group.traits.links else 2 * sms_for(group))
