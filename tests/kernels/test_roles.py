@@ -6,7 +6,15 @@ import pytest
 
 from tileflux.kernels import roles
 from tileflux.kernels.operands import Role
-from tileflux.lang.policy import combine_tile, stage_sums, store_tile, wait_for_nothing, wait_for_rows, wait_for_stages
+from tileflux.lang.policy import (
+    combine_tile,
+    send_sums,
+    stage_sums,
+    store_tile,
+    wait_for_nothing,
+    wait_for_rows,
+    wait_for_stages,
+)
 from tileflux.lang.schedule import slab_order, twice_order
 
 ROLES = {name: role for name in roles.__all__ if isinstance(role := getattr(roles, name), Role)}
@@ -16,7 +24,7 @@ ROLES = {name: role for name in roles.__all__ if isinstance(role := getattr(role
 def test_what_a_role_says_of_its_policies_is_so(role: Role) -> None:
     assert role.stores == (role.finish is store_tile)
     assert role.awaits_rows == (role.wait in (wait_for_rows, wait_for_stages))
-    assert role.combines == (role.finish in (combine_tile, stage_sums)) == (role.order is slab_order)
+    assert role.combines == (role.finish in (combine_tile, send_sums, stage_sums)) == (role.order is slab_order)
     assert (role.num_turns == 2) == (role.order is twice_order)
     assert role.gathers or not role.feeds, "who feeds is fed"
     assert not role.num_spare_sms or role.wait is wait_for_nothing, "it would hold up what it spares SMs for"

@@ -1,5 +1,7 @@
 """Tile orders: every tile once, ranks out of each other's way, and the device's order is the replayed one."""
 
+import itertools
+
 import pytest
 import torch
 import triton
@@ -91,6 +93,14 @@ def _columns(order: object, world_size: int, num_chunks: int, num_m: int, span: 
     return found
 
 
+def _bands(chunks: list[int], span: int, rest_first: bool) -> list[list[int]]:
+    """``span`` at a time; those that are left over join a neighbour."""
+    num_bands = max(1, len(chunks) // span)
+    rest = len(chunks) - num_bands * span if len(chunks) > span else 0
+    cuts = [0, *(at * span + (rest if rest_first else 0) for at in range(1, num_bands)), len(chunks)]
+    return [chunks[begin:end] for begin, end in itertools.pairwise(cuts) if end > begin]
+
+
 @settings(max_examples=60, deadline=None)
 @given(world_size=worlds, num_chunks=counts, num_m=counts, span=st.integers(1, 6))
 def test_chunks_that_go_together_are_next_to_each_other_in_every_column_and_ones_own_are_apart(
@@ -98,7 +108,7 @@ def test_chunks_that_go_together_are_next_to_each_other_in_every_column_and_ones
 ) -> None:
     for order, split in ((arrival_order, num_chunks), (departure_order, (world_size - 1) * num_chunks)):
         regions = (range(split), range(split, world_size * num_chunks))
-        bands = [list(each[at : at + span]) for each in regions for at in range(0, len(each), span)]
+        bands = [band for each in regions for band in _bands(list(each), span, order is departure_order)]
         in_order = [chunk for band in bands for chunk in band for _ in range(num_m)]
         assert _columns(order, world_size, num_chunks, num_m, span) == [in_order] * 3
         # A band goes through all columns before the next one begins.

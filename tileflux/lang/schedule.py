@@ -12,7 +12,9 @@ An order maps (step, rank, num_shards, num_chunks, num_m, num_n, group_m, span) 
 own few rows: 128 of them are about as few as the memory can keep up with. But where rows arrive, tiles of the first
 of these chunks then stand behind some that wait for the last. This rank's own chunks are never among others': where
 rows arrive they need not be waited for, and where sums depart they wait for every peer, and must not keep from leaving
-what a peer waits for.
+what a peer waits for. Chunks that are left over join a band rather than read the weight for themselves: the
+last where rows arrive, when there are most of them, and the first where sums depart, so that little is left to
+send at the end.
 """
 
 from collections.abc import Callable
@@ -44,14 +46,14 @@ def grouped(index, num_m, num_n, group_m):
 @triton.jit
 def arrival_order(step, rank, num_shards, num_chunks, num_m, num_n, group_m, span):
     """My own rows first, then those of the next rank: the order in which the feeders of ``lang/turn.py`` send."""
-    return _shard_order(step, rank, num_shards, num_chunks, num_chunks, num_m, num_n, group_m, span)
+    return _shard_order(step, rank, num_shards, num_chunks, num_chunks, False, num_m, num_n, group_m, span)
 
 
 @triton.jit
 def departure_order(step, rank, num_shards, num_chunks, num_m, num_n, group_m, span):
     """The next rank's rows first and my own last: in every step the ranks send to different peers."""
     others = (num_shards - 1) * num_chunks
-    return _shard_order(step, rank + 1, num_shards, num_chunks, others, num_m, num_n, group_m, span)
+    return _shard_order(step, rank + 1, num_shards, num_chunks, others, True, num_m, num_n, group_m, span)
 
 
 @triton.jit
@@ -59,7 +61,9 @@ def twice_order(step, rank, num_shards, num_chunks, num_m, num_n, group_m, span)
     """All tiles to multiply, then all again to be summed."""
     num_tiles = num_shards * num_chunks * num_m * num_n
     index = step % num_tiles
-    shard, chunk, m, n, _ = _shard_order(index, 0, num_shards, num_chunks, num_chunks, num_m, num_n, group_m, span)
+    shard, chunk, m, n, _ = _shard_order(
+        index, 0, num_shards, num_chunks, num_chunks, False, num_m, num_n, group_m, span
+    )
     return shard, chunk, m, n, step // num_tiles
 
 
@@ -101,8 +105,11 @@ def slab_order(step, rank, num_shards, num_slabs, num_m, num_n, num_blocks, span
 
 
 @triton.jit
-def _shard_order(step, first, num_shards, num_chunks, split, num_m, num_n, group_m, span):
-    """Chunks from those of shard ``first`` on, ``span`` at a time; the first ``split`` and the others apart."""
+def _shard_order(step, first, num_shards, num_chunks, split, rest_first, num_m, num_n, group_m, span):
+    """Chunks from those of shard ``first`` on, ``span`` at a time; the first ``split`` and the others apart.
+
+    What is left of a division by ``span`` goes with the last of them, or, ``rest_first``, with the first.
+    """
     chunk_tiles = num_m * num_n
     index = step
     begin = step * 0
@@ -111,10 +118,25 @@ def _shard_order(step, first, num_shards, num_chunks, split, num_m, num_n, group
         index = step - split * chunk_tiles
         begin += split
         count = num_shards * num_chunks - split
-    together = index // (span * chunk_tiles) * span
-    height = min(count - together, span) * num_m
-    m, n = grouped(index % (span * chunk_tiles), height, num_n, group_m)
-    chunk = begin + together + m // num_m
+    num_bands = count // span
+    height = begin * 0 + span
+    if num_bands <= 1:
+        height = count
+    elif rest_first:
+        height = count - (num_bands - 1) * span
+    if index >= height * chunk_tiles:
+        # Behind the first band the others are of one size, but for the last where the rest is there.
+        index -= height * chunk_tiles
+        begin += height
+        count -= height
+        band = min(index // (span * chunk_tiles), num_bands - 2)
+        index -= band * span * chunk_tiles
+        begin += band * span
+        height = height * 0 + span
+        if band == num_bands - 2:
+            height = count - band * span
+    m, n = grouped(index, height * num_m, num_n, group_m)
+    chunk = begin + m // num_m
     return (first + chunk // num_chunks) % num_shards, chunk % num_chunks, m % num_m, n, 0
 
 
