@@ -56,14 +56,17 @@ def problems(world_size: int, dtype: torch.dtype, hopper: bool = False) -> Itera
     scales = ("tensor" if hopper else "channel") if dtype in SCALED_DTYPES else "none"
     same: dict[str, Any] = {"bias": True, "scales": scales}
     small = {"config": tiles(dtype, hopper)}
+    apart = {"config": dataclasses.replace(tiles(dtype, hopper), sums_apart=True)}
     even, odd, tiny = (96 * world_size, 64 * world_size, 64), (300, 200, 136), (13, 17 * world_size, 7)
     yield Problem("ag_gemm", ag_case(world_size, even, dtype, 0, **same), STRATEGIES, small)
     yield Problem("ag_gemm", ag_case(world_size, odd, dtype, 1, ragged=True, **same), STRATEGIES, small)
     yield Problem("ag_gemm", ag_case(world_size, tiny, dtype, 2, **same), ("fused",), small)
     whole = (120 * world_size, 128, 64 * world_size)
     yield Problem("gemm_rs", rs_case(world_size, whole, dtype, 3, **same), STRATEGIES, small)
+    yield Problem("gemm_rs", rs_case(world_size, whole, dtype, 7, **same), ("fused",), apart)
     odd, tiny = (301, 130, 72 * world_size + 8), (5, 9, 3 * world_size)
     yield Problem("gemm_rs", rs_case(world_size, odd, dtype, 4, ragged=True, **same), STRATEGIES, small)
+    yield Problem("gemm_rs", rs_case(world_size, odd, dtype, 8, ragged=True, **same), ("fused",), apart)
     yield Problem("gemm_rs", rs_case(world_size, tiny, dtype, 5, **same), ("fused",), small)
     for algorithm in ("one_shot", "two_shot"):
         usable = ("fused", "sequential") if algorithm == "one_shot" else STRATEGIES

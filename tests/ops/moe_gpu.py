@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,8 @@ from .dense_gpu import NothingToDo, one_rank
 
 SMALL = GemmConfig(64, 64, 64, num_warps=4, num_stages=2, num_feeders=2, num_chunks=2)
 AG_STRATEGIES = ("fused", "sequential", "pipelined")
-RS_STRATEGIES = ("fused", "sequential")
+RS_STRATEGIES = ("fused", "summed apart", "sequential")
+"""Of ``moe_gemm_rs``; fused with the sums of ranks in the same launch, or in one of their own."""
 
 
 def layers(world_size: int, dtype: torch.dtype) -> Iterator[tuple[MoeCase, MoeCase]]:
@@ -80,7 +82,10 @@ def combine(group: Group, case: MoeCase, strategy: str, routing: Routing) -> tor
     given = combine_arguments(group, case, routing)
     shape = (routing.sizes[group.rank], given["weight"].shape[1])
     out = poisoned(shape, case.out_dtype).to(group.device)
-    return tileflux.moe_gemm_rs(**given, routing=routing, strategy=strategy, config=SMALL, out=out)
+    apart = strategy == "summed apart"
+    config = dataclasses.replace(SMALL, sums_apart=apart)
+    how = {"strategy": "fused" if apart else strategy, "config": config}
+    return tileflux.moe_gemm_rs(**given, routing=routing, **how, out=out)
 
 
 def compile_part(index: int, count: int) -> None:
@@ -95,7 +100,8 @@ def compile_part(index: int, count: int) -> None:
         prepare(group)
         for first, second in layers(world_size, dtype):
             for strategy in RS_STRATEGIES:
-                gather(group, first, strategy)
+                if strategy in AG_STRATEGIES:
+                    gather(group, first, strategy)
                 combine(group, second, strategy, routed(group, second))
 
 
