@@ -109,7 +109,15 @@ def test_a_refused_call_leaves_the_group_usable() -> None:
 
 def test_configurations_survive_the_dispatcher() -> None:
     numbers = GemmConfig(32, 64, 16, 1, 2, 3, 4, 5, 6, 7)
-    for config in (None, GemmConfig(), SMALL, numbers, GemmConfig(hopper=True), GemmConfig(fetches=True)):
+    for config in (
+        None,
+        GemmConfig(),
+        SMALL,
+        numbers,
+        GemmConfig(hopper=True),
+        GemmConfig(fetches=True),
+        GemmConfig(sums_apart=True),
+    ):
         assert _dense.config_from(_dense.config_text(config)) == config
     assert _dense.config_text(dataclasses.replace(numbers, hopper=True)).startswith("32 64 16 1 2 3 4 5 6 7 0 1")
 

@@ -264,6 +264,7 @@ def _say_once(op: str, strategy: str, reason: str) -> None:
 
 
 _CONFIG_FIELDS = [field.name for field in dataclasses.fields(GemmConfig)]
+_SWITCHES = [field.name for field in dataclasses.fields(GemmConfig) if field.default is False]
 
 
 def config_text(config: GemmConfig | None) -> str:
@@ -277,7 +278,7 @@ def config_from(text: str) -> GemmConfig | None:
     if not text:
         return None
     given: dict[str, Any] = dict(zip(_CONFIG_FIELDS, map(int, text.split()), strict=True))
-    switches = {name: bool(given[name]) for name in ("fetches", "hopper")}
+    switches = {name: bool(given[name]) for name in _SWITCHES}
     return GemmConfig(**{**given, **switches, "num_sms": given["num_sms"] or None})
 
 
