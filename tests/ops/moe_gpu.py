@@ -50,9 +50,11 @@ def layers(world_size: int, dtype: torch.dtype) -> Iterator[tuple[MoeCase, MoeCa
 
 
 def routed(group: Group, case: MoeCase, **options: Any) -> Routing:
-    """What the ranks of a case route, with tiles of ``SMALL``."""
+    """What the ranks of a case route, with tiles of ``SMALL``; done when it returns, as ``combine`` says why."""
     given = case.routing.arguments(group.rank, group.device)
-    return tileflux.route(**given, group=group, block_m=SMALL.block_m, **options)
+    routing = tileflux.route(**given, group=group, block_m=SMALL.block_m, **options)
+    group.synchronize()
+    return routing
 
 
 def gather(group: Group, case: MoeCase, strategy: str) -> torch.Tensor:
@@ -77,15 +79,23 @@ def combine_arguments(group: Group, case: MoeCase, routing: Routing) -> dict[str
     return {name: each.to(group.device) if isinstance(each, torch.Tensor) else each for name, each in given.items()}
 
 
-def combine(group: Group, case: MoeCase, strategy: str, routing: Routing) -> torch.Tensor:
-    """``moe_gemm_rs`` into memory full of NaN."""
+def combine(group: Group, case: MoeCase, strategy: str, routing: Routing, num_calls: int = 1) -> list[torch.Tensor]:
+    """``moe_gemm_rs`` into memory full of NaN, again and again.
+
+    Everything is brought to the GPU before the first call: during a copy from pageable memory on one virtual rank's
+    stream no other can copy, and the call that this one is queued behind may wait for that other rank.
+    """
     given = combine_arguments(group, case, routing)
     shape = (routing.sizes[group.rank], given["weight"].shape[1])
-    out = poisoned(shape, case.out_dtype).to(group.device)
+    outs = [poisoned(shape, case.out_dtype).to(group.device) for _ in range(num_calls)]
+    group.synchronize()
     apart = strategy == "summed apart"
     config = dataclasses.replace(SMALL, sums_apart=apart)
     how = {"strategy": "fused" if apart else strategy, "config": config}
-    return tileflux.moe_gemm_rs(**given, routing=routing, **how, out=out)
+    for out in outs:
+        tileflux.moe_gemm_rs(**given, routing=routing, **how, out=out)
+    group.synchronize()
+    return outs
 
 
 def compile_part(index: int, count: int) -> None:
