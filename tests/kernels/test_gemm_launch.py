@@ -38,7 +38,7 @@ def test_tiles_are_fetched_where_ranks_share_a_gpu_and_take_turns(
         raise _Launched
 
     monkeypatch.setattr(gemm_launch, "make_spec", note)
-    monkeypatch.setattr(gemm_launch, "fetches_tiles", lambda group, config: shares)
+    monkeypatch.setattr(gemm_launch, "fetches_tiles", lambda group, config, role: shares)
     groups = tileflux.local_groups(2)
     here = make_turn(groups[0], gather_shards("op", (20, 20), 128, False, 1))
     for role, used in ((GATHER, here), (GATHERED, here), (SCATTER, here), (SPREAD, here), (PLAIN, None)):

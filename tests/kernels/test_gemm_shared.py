@@ -23,7 +23,7 @@ from tileflux.kernels.gemm_shared import (
     table_of,
 )
 from tileflux.kernels.operands import Operands
-from tileflux.kernels.roles import GATHER, GATHERED, PLAIN, SCATTER, SPREAD
+from tileflux.kernels.roles import COMBINE, COMBINE_SEND, GATHER, GATHERED, PLAIN, SCATTER, SPREAD
 from tileflux.kernels.shards import gather_shards, scatter_shards, spread_shards
 
 CONFIG = GemmConfig(block_m=16, block_n=32, num_feeders=4)
@@ -111,8 +111,11 @@ def test_who_shares_a_gpu_is_told_by_the_links(links: tuple[str, ...], shares: b
 def test_tiles_are_fetched_where_it_is_wanted_and_ranks_share_a_gpu(
     links: tuple[str, ...], wanted: bool, fetches: bool
 ) -> None:
-    assert fetches_tiles(linked(links), dataclasses.replace(CONFIG, fetches=wanted)) is fetches
-    assert not fetches_tiles(None, dataclasses.replace(CONFIG, fetches=True))
+    assert fetches_tiles(linked(links), dataclasses.replace(CONFIG, fetches=wanted), SCATTER) is fetches
+    assert not fetches_tiles(None, dataclasses.replace(CONFIG, fetches=True), SCATTER)
+    # Who waits for others of its own rank must not be dealt its tiles beforehand.
+    for role in (SPREAD, COMBINE, COMBINE_SEND):
+        assert fetches_tiles(linked(links), CONFIG, role) is ("same GPU" in links)
 
 
 def test_what_is_not_there_has_no_address() -> None:

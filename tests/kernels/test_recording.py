@@ -166,7 +166,7 @@ def test_an_interpreted_launch_among_virtual_ranks(monkeypatch: pytest.MonkeyPat
     from tileflux.testing import interpreter
 
     interpreter.install()
-    monkeypatch.setattr(gemm_launch, "fetches_tiles", lambda group, config: fetches)
+    monkeypatch.setattr(gemm_launch, "fetches_tiles", lambda group, config, role: fetches)
     seed = int(torch.randint(2**31, ()))
     with env.scoped({"TILEFLUX_CPU_BACKEND": "interpret"}):
         found = run_ranks(_record, 3, args=(op, seed), where="virtual", timeout_s=120)

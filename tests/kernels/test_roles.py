@@ -6,10 +6,8 @@ import pytest
 
 from tileflux.kernels import roles
 from tileflux.kernels.operands import Role
+from tileflux.lang.combine import combine_tile, send_sums, stage_sums
 from tileflux.lang.policy import (
-    combine_tile,
-    send_sums,
-    stage_sums,
     store_tile,
     wait_for_nothing,
     wait_for_rows,

@@ -15,11 +15,11 @@ from tileflux.kernels.shards import ShardPlan, combine_shards, gather_shards, sc
 from tileflux.kernels.turns import Turn
 from tileflux.kernels.turns import turn as make_turn
 from tileflux.lang import policy
+from tileflux.lang.combine import stage_sums
 from tileflux.lang.policy import (
     scatter_tile,
     slot,
     spread_tile,
-    stage_sums,
     stage_tile,
     store_tile,
     sum_slots,

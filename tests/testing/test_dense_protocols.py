@@ -14,8 +14,9 @@ from tileflux.config import TABLE
 from tileflux.errors import DataRace, Deadlock
 from tileflux.kernels import combine, dense, scatter, steps
 from tileflux.kernels.turns import Turn
+from tileflux.lang import combine as lang_combine
 from tileflux.lang import policy, tiles, turn
-from tileflux.lang.policy import _store, _sum_tile, _wait, slot
+from tileflux.lang.policy import _sum_tile, slot, store_block, wait_for_word
 from tileflux.lang.remote import copy_run, part
 from tileflux.lang.signal import arrive, signal
 from tileflux.lang.turn import (
@@ -81,13 +82,13 @@ def _impatient_scatter_tile(value, out, place, table, SPEC: tl.constexpr):
     rank = word(table, RANK)
     epoch = current_epoch(table, SPEC.world_size)
     owner, _, row, column, num_rows, N, number, _ = place
-    _store(value, slot(table, owner, rank, epoch, SPEC.world_size), row, column, num_rows, N, SPEC)
+    store_block(value, slot(table, owner, rank, epoch, SPEC.world_size), row, column, num_rows, N, SPEC)
     if owner != rank:
         signal(flag_word(table, owner, rank, number, SPEC.world_size), epoch + 1)
     else:
         for hop in range(2, SPEC.world_size):
             source = (rank + SPEC.world_size - hop) % SPEC.world_size
-            _wait(flag_word(table, rank, source, number, SPEC.world_size), epoch + 1, source, table, SPEC)
+            wait_for_word(flag_word(table, rank, source, number, SPEC.world_size), epoch + 1, source, table, SPEC)
         _sum_tile(value.shape, out, place, table, SPEC)
 
 
@@ -106,7 +107,7 @@ def _plant_stages(patch: Patch) -> None:
 def _impatient_combine_tile(value, target, place, table, SPEC: tl.constexpr):
     """Adds up rows that other programs may still be multiplying."""
     out, groups, slab, wanted = target
-    policy.combine_tile(value, (out, groups, slab, wanted * 0), place, table, SPEC)
+    lang_combine.combine_tile(value, (out, groups, slab, wanted * 0), place, table, SPEC)
 
 
 def _plant_combine(patch: Patch) -> None:

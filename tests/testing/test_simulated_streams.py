@@ -14,7 +14,8 @@ import triton.language as tl
 from tileflux import env
 from tileflux.errors import DataRace, Deadlock
 from tileflux.kernels import combine, dense, steps
-from tileflux.lang import policy, tiles, turn
+from tileflux.lang import combine as lang_combine
+from tileflux.lang import tiles, turn
 from tileflux.symm.group import Group
 from tileflux.testing.dense_protocols import simulate_protocol
 
@@ -75,7 +76,7 @@ def _no_wait(flag, wanted, peer, guard, op):
 def _impatient_stage_sums(value, target, place, table, SPEC: tl.constexpr):
     """Adds up rows that other programs may still be multiplying."""
     out, groups, slab, wanted = target
-    policy.stage_sums(value, (out, groups, slab, wanted * 0), place, table, SPEC)
+    lang_combine.stage_sums(value, (out, groups, slab, wanted * 0), place, table, SPEC)
 
 
 @triton.jit

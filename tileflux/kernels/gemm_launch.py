@@ -107,7 +107,7 @@ def _plan(
         world_size=1 if turn is None or group is None else group.world_size,
         releases=releases,
         use_tma=_has_tma(device) and _fits_tma(operands, config) if use_tma is None else use_tma,
-        fetches=turn is not None and fetches_tiles(group, config),
+        fetches=turn is not None and fetches_tiles(group, config, role),
         records=current_recorder() is not None,
         trace=None if load_only else reserve(role, operands, config, turn, device),
     )  # fmt: skip

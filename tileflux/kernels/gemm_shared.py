@@ -64,7 +64,7 @@ def num_programs(
     """(feeders, multipliers): no more than are resident at once where they wait for each other's ranks."""
     if not role.waits and config.num_sms is None and not _is_interpreted(group):
         # Programs that fetch their tiles are no more than may find a place; the others have a tile each.
-        return 0, max(1, min(num_tiles, 2 * sms_for(group)) if fetches_tiles(group, config) else num_tiles)
+        return 0, max(1, min(num_tiles, 2 * sms_for(group)) if fetches_tiles(group, config, role) else num_tiles)
     num_sms = max(1, sms_for(group) - role.num_spare_sms)
     if config.num_sms is not None:
         # More than are resident would wait for each other; interpreted programs are as many as the simulator likes.
@@ -89,9 +89,12 @@ def shares_gpu(group: Group | None) -> bool:
     return group is not None and "same GPU" in group.traits.links
 
 
-def fetches_tiles(group: Group | None, config: GemmConfig) -> bool:
-    """Whether programs of a fused op fetch their tiles."""
-    return config.fetches and shares_gpu(group)
+def fetches_tiles(group: Group | None, config: GemmConfig, role: Role) -> bool:
+    """Whether programs of a fused op fetch their tiles.
+
+    They must where some wait for others of their rank: those may not have begun, and what one has fetched has begun.
+    """
+    return shares_gpu(group) and (config.fetches or role.combines or role.num_turns > 1)
 
 
 def is_virtual(group: Group | None) -> bool:

@@ -56,6 +56,7 @@ _MODULES = (
     "tileflux.kernels.index",
     "tileflux.kernels.choices",
     "tileflux.kernels.arrivals",
+    "tileflux.lang.combine",
 )
 """From the bottom up, so that a function comes after what it calls. New ones at the end: the keys of others stay."""
 

@@ -6,13 +6,11 @@ import functools
 from typing import NamedTuple
 
 from tileflux.kernels.operands import Role
+from tileflux.lang.combine import combine_tile, send_sums, stage_sums
 from tileflux.lang.policy import (
-    combine_tile,
     scatter_tile,
-    send_sums,
     send_tile,
     spread_tile,
-    stage_sums,
     stage_tile,
     store_tile,
     wait_for_nothing,

@@ -109,7 +109,8 @@ def _variant(problem: GemmProblem, config: GemmConfig, role: str, world_size: in
         config, num_sms = dataclasses.replace(config, num_feeders=1), 0
     rows = (16,) * world_size
     # What neither loop asks is left as it is, so that variants that are alike are compiled once.
-    shares_gpu = config.fetches and role != "PLAIN" and problem.link == "same GPU"
+    fetches = config.fetches or getattr(roles, role).num_turns > 1
+    shares_gpu = fetches and role != "PLAIN" and problem.link == "same GPU"
     if config.hopper and role != "PLAIN":
         rows = _typical_rows(problem, config)
     return Variant(

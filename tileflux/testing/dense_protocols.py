@@ -344,7 +344,7 @@ def simulate_protocol(
         mock.patch.object(dense, "sms_for", lambda group: TILES.num_sms),
         mock.patch.object(scatter, "sms_for", lambda group: TILES.num_sms),
         mock.patch.object(combine, "sms_for", lambda group: TILES.num_sms),
-        mock.patch.object(gemm_launch, "fetches_tiles", lambda group, config: fetches),
+        mock.patch.object(gemm_launch, "fetches_tiles", lambda group, config, role: fetches),
     ):
         run = _run_on_streams if by_copies else run_protocol
         simulate(run, world_size, seed=seed, args=(protocol, seed), config=COMM, starved=starved)

@@ -112,7 +112,7 @@ def _case(
     constexprs: dict[str, object] = {
         "ORDER": Imported(f"{_ORDERS}:{role.order.fn.__name__}"),
         "WAIT": Imported(f"{_POLICIES}:{role.wait.fn.__name__}"),
-        "FINISH": Imported(f"{_POLICIES}:{role.finish.fn.__name__}"),
+        "FINISH": Imported(f"{role.finish.fn.__module__}:{role.finish.fn.__name__}"),
         "SPEC": Imported(f"tileflux.testing.gemm_cases:SPECS.{name}"),
     }
     kind = str(ELEMENTS[dtype])

@@ -84,7 +84,7 @@ def _case(
     constexprs: dict[str, object] = {
         "ORDER": Imported(f"tileflux.lang.schedule:{role.order.fn.__name__}"),
         "WAIT": Imported(f"{_POLICIES}:{role.wait.fn.__name__}"),
-        "FINISH": Imported(f"{_POLICIES}:{role.finish.fn.__name__}"),
+        "FINISH": Imported(f"{role.finish.fn.__module__}:{role.finish.fn.__name__}"),
         "SPEC": Imported(f"tileflux.testing.hopper_cases:SPECS.{name}"),
     }
     a_block = [config.block_m, config.block_k]

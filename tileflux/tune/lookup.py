@@ -119,8 +119,9 @@ def rule(problem: GemmProblem) -> Choice:
             reason = f"each rank takes in {incoming} bytes of partial sums: one step costs less than two"
     config = _tiles(problem)
     if problem.link == "same GPU" and problem.op in _SCATTERS:
-        # A program that waits holds an SM that the rank which is waited for may need.
-        config = dataclasses.replace(config, sums_apart=True)
+        # A program that waits holds an SM that the rank which is waited for may need, and one that does not get an SM
+        # must not be what others wait for.
+        config = dataclasses.replace(config, sums_apart=True, fetches=True)
     return Choice(strategy, algorithm, config, reason)
 
 
@@ -162,7 +163,7 @@ def grouped_tiles(problem: GemmProblem, usual: GemmConfig, block_m: int) -> Gemm
     plain = lookup(dataclasses.replace(problem, op="gemm", m=rows, world_size=1, link="")).config
     return dataclasses.replace(
         plain, block_m=block_m, hopper=False,
-        num_feeders=usual.num_feeders, num_chunks=usual.num_chunks, sums_apart=usual.sums_apart,
+        num_feeders=usual.num_feeders, num_chunks=usual.num_chunks, sums_apart=usual.sums_apart, fetches=usual.fetches,
     )  # fmt: skip
 
 
