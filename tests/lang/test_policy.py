@@ -1,21 +1,13 @@
 """Policies one by one: what a tile waits for, where it goes, whom it tells, and how it is summed."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-import tileflux
 from tileflux import env
-from tileflux.config import CONTROL, MAX_CHUNKS, GemmConfig
-from tileflux.kernels.groups import SortedRows, cut_tiles
-from tileflux.kernels.shards import ShardPlan, combine_shards, gather_shards, scatter_shards, spread_shards
-from tileflux.kernels.turns import Turn
-from tileflux.kernels.turns import turn as make_turn
+from tileflux.kernels.shards import gather_shards, scatter_shards, spread_shards
 from tileflux.lang import policy
-from tileflux.lang.combine import stage_sums
 from tileflux.lang.policy import (
     scatter_tile,
     slot,
@@ -29,41 +21,12 @@ from tileflux.lang.policy import (
     wait_for_slots,
 )
 from tileflux.testing import interpreter, poisoned
-from tileflux.testing._interpreter_launch import scalar
+
+from .policies import CONFIG, WORLD, ack, counters, events, flag, make_spec, make_turns
+
+__all__ = ["events"]
 
 pytestmark = pytest.mark.skipif(not env.interpreting(), reason="kernels were not decorated for the interpreter")
-
-WORLD = 3
-CONFIG = GemmConfig(block_m=16, block_n=16)
-
-
-def make_turns(plan: ShardPlan, epoch: int = 0) -> list[Turn]:
-    """The turns of all ranks of a new virtual group, as if ``epoch`` calls were over everywhere."""
-    interpreter.install()
-    turns = []
-    for group in tileflux.local_groups(WORLD):
-        turns.append(made := make_turn(group, plan))
-        made.kept_alive = group
-        words = made._control.view(dtype=torch.int32)
-        words[CONTROL.epoch] = epoch
-        words[CONTROL.ack : CONTROL.ack + WORLD] = epoch
-    return turns
-
-
-def make_spec(dtype: tl.dtype = tl.float32, *, aligned: bool = True, use_tma: bool = False) -> SimpleNamespace:
-    """What policies read of a ``GemmSpec``."""
-    return SimpleNamespace(world_size=WORLD, out_type=dtype, out_aligned=aligned, use_tma=use_tma, is_hopper=False)
-
-
-@pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """What policies wait for and signal, in order; both return at once."""
-    seen: list[tuple] = []
-    monkeypatch.setattr(
-        policy, "wait", lambda flag, wanted, peer, *_: seen.append(("wait", scalar(flag), scalar(wanted), scalar(peer)))
-    )
-    monkeypatch.setattr(policy, "signal", lambda flag, value: seen.append(("signal", scalar(flag), scalar(value))))
-    return seen
 
 
 @triton.jit
@@ -89,21 +52,6 @@ def _finish_kernel(
 ):  # fmt: skip
     value = tl.load(value_ptr + tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :])
     FINISH(value, out, (owner, first_row, row, column, end, N, number, turn), table_ptr, SPEC)
-
-
-def ack(turn: Turn, rank: int, peer: int) -> int:
-    """Address of the word that tells ``rank`` how far ``peer`` is."""
-    return turn._control.address(rank) + 4 * (CONTROL.ack + peer)
-
-
-def flag(turn: Turn, owner: int, source: int, index: int) -> int:
-    """Address of a flag."""
-    return turn._flags.address(owner) + 4 * (index * WORLD + source)
-
-
-def counters(turn: Turn) -> torch.Tensor:
-    """By peer and chunk."""
-    return turn._control.view(dtype=torch.int32)[CONTROL.counters(WORLD) :][: WORLD * MAX_CHUNKS].view(WORLD, -1)
 
 
 @pytest.mark.parametrize("epoch", [0, 9, 2**31 - 1])
@@ -243,93 +191,6 @@ def test_ones_own_tile_waits_in_its_slot_for_shards_that_copies_bring(events: li
     assert not events and out.isnan().all(), "nobody is waited for, and nothing summed"
     before[1][16:20] = value[:4]
     assert all(torch.equal(each, given) for each, given in zip(slots, before, strict=True))
-
-
-@triton.jit
-def _finish_sums_kernel(
-    value_ptr, groups, slab, wanted, table_ptr, owner, first_row, row, column, end, N, turn, SPEC: tl.constexpr
-):  # fmt: skip
-    value = tl.load(value_ptr + tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :])
-    place = (owner, first_row, row, column, end, N, row * 0, turn)
-    stage_sums(value, (value_ptr, groups, slab, wanted), place, table_ptr, SPEC)
-
-
-ROWS, COLUMNS, CAPACITY = (20, 7, 18), 40, 64
-SLABS = GemmConfig(block_m=16, block_n=16, num_chunks=2)
-
-
-def make_choices() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(the list that the kernel reads, the row of each of two choices or -1, what it is multiplied with)."""
-    num_tokens = sum(ROWS)
-    rows, weights = torch.randperm(2 * num_tokens).to(torch.int32), torch.rand(num_tokens, 2)
-    positions = torch.where(rows < CAPACITY, rows, -1)
-    slots = torch.zeros(CAPACITY, dtype=torch.int32)
-    starts = torch.tensor([0, CAPACITY], dtype=torch.int32)
-    groups = cut_tiles(SortedRows(slots, positions, starts, 1, 1), CAPACITY, 16, weights)
-    return groups.index, positions.view(-1, 2), weights
-
-
-def make_staging(epoch: int) -> tuple[Turn, torch.Tensor, SimpleNamespace]:
-    """Rank 1's turn by copies, its products, and what the policy reads of a spec."""
-    plan = combine_shards("moe_gemm_rs", ROWS, CAPACITY, COLUMNS, 4, SLABS, by_copies=True)
-    mine = make_turns(plan, epoch)[1]
-    mine.own.fill_(0x7F)
-    begin = WORLD * plan.slot_bytes
-    products = mine.own[begin : begin + 4 * CAPACITY * COLUMNS].view(torch.float32).view(CAPACITY, COLUMNS)
-    spec = make_spec()
-    spec.block_n, spec.num_slabs = 16, 2
-    return mine, products, spec
-
-
-def test_a_product_whose_sums_copies_will_send_is_kept_and_counted(events: list[tuple]) -> None:
-    mine, products, spec = make_staging(5)
-    index, _, _ = make_choices()
-    value = torch.randn(16, 16)
-    # A tile of the list: its owner is the stage at which its rows arrive, and says nothing.
-    _finish_sums_kernel[(1,)](value, index.data_ptr(), 1, 8, mine.table, 2, 0, 32, 32, 46, COLUMNS, 0, spec)
-    assert counters(mine)[1, 1] == 1 and counters(mine).sum() == 1, "counted once, for its slab"
-    assert not events and torch.equal(products[32:46, 32:40], value[:14, :8])
-    products[32:46, 32:40] = products[0, :8]
-    assert mine.own.eq(0x7F).all(), "wrote beside its place"
-
-
-@pytest.mark.parametrize("epoch", [5, 6])
-@pytest.mark.parametrize(("slab", "column"), [(0, 16), (1, 32)])
-@pytest.mark.parametrize("owner", [0, 1, 2])
-def test_sums_that_a_copy_will_send_lie_slab_by_slab(
-    events: list[tuple], owner: int, slab: int, column: int, epoch: int
-) -> None:
-    mine, products, spec = make_staging(epoch)
-    index, positions, weights = make_choices()
-    products.copy_(torch.randn(CAPACITY, COLUMNS))
-    mine._data.view(1).fill_(0x7F)
-    first, num_rows = sum(ROWS[:owner]), ROWS[owner]
-    row = 16 if num_rows > 16 else 0
-    nan = poisoned((16, 16), torch.float32)
-    _finish_sums_kernel[(1,)](
-        nan, index.data_ptr(), slab, 8, mine.table, owner, first, row, column, num_rows, COLUMNS, 1, spec
-    )
-    product_count = mine._control.address(1) + 4 * (CONTROL.counters(WORLD) + MAX_CHUNKS + slab)
-    assert events == [("wait", product_count, 8, 1)], "for the products of the slab alone; nobody is told"
-    right = torch.zeros(num_rows - row, min(16, COLUMNS - column))
-    columns = slice(column, column + right.shape[1])
-    for choice in range(2):
-        for number in range(row, num_rows):
-            place = int(positions[first + number, choice])
-            if place >= 0:
-                right[number - row] += weights[first + number, choice] * products[place, columns]
-    if owner == 1:
-        found = mine.slab_at(1, 1, slab, torch.float32, COLUMNS)
-        assert counters(mine).sum() == 0, "one's own are sent by nobody"
-    else:
-        found = mine.slab_to_send(owner, slab, torch.float32, COLUMNS)
-        assert counters(mine)[owner, slab] == 1 and counters(mine).sum() == 1
-    begin = column - 32 * slab
-    part = found[row:, begin : begin + right.shape[1]]
-    assert torch.equal(part, right)
-    part.copy_(torch.tensor(0x7F7F7F7F, dtype=torch.int32).view(torch.float32))
-    assert mine._data.view(1).eq(0x7F).all(), "wrote beside its place"
-    assert mine.own[: WORLD * mine.plan.slot_bytes].eq(0x7F).all(), "wrote beside its place"
 
 
 def test_a_spread_tile_goes_everywhere_then_is_summed_from_everywhere(events: list[tuple]) -> None:

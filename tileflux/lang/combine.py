@@ -127,7 +127,7 @@ def _combine_rows(
 
     The block goes to ``to``, at the same row and at ``to_column``, where rows are ``to_pitch`` elements apart.
     """
-    ROWS: tl.constexpr = 32
+    ROWS: tl.constexpr = min(32, SHAPE[0])
     words = groups.to(tl.pointer_type(tl.int32))
     top_k = tl.load(words + _TOP_K)
     positions = words + tl.load(words + _POSITIONS)
