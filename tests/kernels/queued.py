@@ -34,12 +34,15 @@ class Queued:
         for place in (module, dense):
             patch.setattr(place, "load_once", lambda *arguments: self.seen.append(("load",)), raising=False)
         patch.setattr(module, "launch_gemm", self._launch)
-        patch.setattr(module, "join", lambda group: self.seen.append((self._stream, "join")))
+        patch.setattr(module, "join", self._join)
         patch.setattr(module, "num_summers", lambda group: 6)
         patch.setattr(scatter, "beside", self._beside)
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=self._record))
         for name in ("launch_open", "launch_close", "launch_sum", "launch_sum_slabs", "launch_release"):
             patch.setattr(steps, name, self._step(name))
+
+    def _join(self, group: object, *, closing: bool = False) -> None:
+        self.seen.append((self._stream, "join", "closing" if closing else "sending"))
 
     def _record(self) -> str:
         self._num_events += 1

@@ -40,4 +40,5 @@ def test_each_shard_is_sent_behind_its_count_and_the_next_is_counted_meanwhile(
             ("sending", "flag", owner, 0),
         ]
     last = "launch_sum" if rows[rank] else "launch_release"
-    assert queued.seen == [*expected, ("main", last), ("main", "join")]
+    # The sum waits on many SMs, and must not be in the way of what tells when to send.
+    assert queued.seen == [*expected, ("main", "join", "closing"), ("main", last), ("main", "join", "sending")]

@@ -82,7 +82,7 @@ def test_what_is_compiled_is_what_the_op_launches(
         monkeypatch.setattr(module, "turn", lambda group, plan: SimpleNamespace(plan=plan, count_call=lambda: None))
         monkeypatch.setattr(module, "beside", nothing)
         for name in ("load_steps", "_feed", "join", "_send_shard"):
-            monkeypatch.setattr(module, name, lambda *arguments: None, raising=False)
+            monkeypatch.setattr(module, name, lambda *_, **__: None, raising=False)
     names = ("launch_open", "launch_close", "launch_await_everyone", "launch_sum")
     monkeypatch.setattr(scatter, "steps", SimpleNamespace(**dict.fromkeys(names, lambda *_, **__: None)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: None))

@@ -38,10 +38,14 @@ def beside(
         yield
 
 
-def join(group: Group) -> None:
-    """Let the caller's stream wait for what was sent beside it. What closes, the sender must have waited for."""
+def join(group: Group, *, closing: bool = False) -> None:
+    """Let the caller's stream wait for what was sent beside it; or, ``closing``, for what told when to send.
+
+    A kernel that waits for peers on many SMs comes behind the latter: beside it none of them may find a place, and
+    peers wait for what is not sent. Seen on an H200, with room for many on every SM.
+    """
     if group.device.type == "cuda":
-        torch.cuda.current_stream(group.device).wait_stream(_stream(group, False))
+        torch.cuda.current_stream(group.device).wait_stream(_stream(group, closing))
 
 
 def _stream(group: Group, closing: bool) -> torch.cuda.Stream:

@@ -97,15 +97,17 @@ def _copy_finished(group: Group, here: Turn, operands: Operands, config: GemmCon
     opened = torch.cuda.current_stream(group.device).record_event()
     # In front of what waits for it: a kernel that has to be loaded is not loaded while another waits.
     launch_gemm(operands, COMBINE_STAGE, config, group=group, turn=here)
-    owners = [(rank + 1 + hop) % world_size for hop in range(world_size - 1)]
+    owners = [owner for hop in range(1, world_size) if rows[owner := (rank + hop) % world_size]]
     # In the order in which ``slab_order`` comes to them.
     for slab, columns in enumerate(here.plan.slabs(out.shape[1])):
-        for owner in (owner for owner in owners if rows[owner]):
+        for owner in owners:
             num_tiles = -(-rows[owner] // config.block_m) * -(-len(columns) // config.block_n)
             with behind_count(group, here, opened, owner, num_tiles, slab):
                 sums = here.slab_to_send(owner, slab, out.dtype, out.shape[1])
                 here.slab_at(owner, rank, slab, out.dtype, out.shape[1]).copy_(sums, non_blocking=True)
                 here.announce(owner, slab)
+    if owners:
+        join(group, closing=True)
     # Before what has been sent is waited for: peers' sums come at the same time, the other way.
     if rows[rank]:
         steps.launch_sum_slabs(here, out, num_summers(group), world_size)

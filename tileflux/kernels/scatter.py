@@ -114,10 +114,13 @@ def _copy_finished(group: Group, operands: Operands, rows: tuple[int, ...], stra
         # In front of what waits for it: a kernel that has to be loaded is not loaded while another waits.
         launch_gemm(operands, STAGE, config, group=group, turn=here)
         num_columns = -(-out.shape[1] // config.block_n)
-        for owner in (owner for owner in owners if rows[owner]):
+        owners = [owner for owner in owners if rows[owner]]
+        for owner in owners:
             num_tiles = -(-rows[owner] // config.block_m) * num_columns
             with behind_count(group, here, opened, owner, num_tiles):
                 _send_shard(here, owner, out)
+        if owners:
+            join(group, closing=True)
     else:
         mine = dataclasses.replace(operands, out=here.staging(out.dtype, out.shape[1]))
         for owner in owners:

@@ -165,9 +165,9 @@ def _beside(group: Group, *used: torch.Tensor, after: _Event | None = None, clos
         streams.current = before
 
 
-def _join(group: Group) -> None:
+def _join(group: Group, *, closing: bool = False) -> None:
     streams = _streams()
-    streams.main.wait_event(streams.sending.record_event())
+    streams.main.wait_event((streams.closing if closing else streams.sending).record_event())
 
 
 def _queued_copy(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

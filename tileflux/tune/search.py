@@ -159,7 +159,7 @@ def _hopper_tilings(problem: GemmProblem, usual: GemmConfig) -> Iterator[GemmCon
         if block_m <= max(64, 2 * usual.block_m) and block_n < 2 * max(problem.n, 32):
             yield dataclasses.replace(
                 usual, block_m=block_m, block_n=block_n, block_k=128 // itemsize, group_m=16,
-                num_warps=num_warps, num_stages=4, hopper=True,
+                num_warps=num_warps, num_stages=4, hopper=True, fetches=False,
             )  # fmt: skip
 
 
