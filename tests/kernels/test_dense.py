@@ -78,7 +78,7 @@ def _fetch(group: Group, seed: int) -> None:
     interpreter.install()
     with (
         env.scoped({"TILEFLUX_CPU_BACKEND": "interpret"}),
-        mock.patch.object(gemm_launch, "fetches_tiles", lambda group, config: True),
+        mock.patch.object(gemm_launch, "fetches_tiles", lambda group, config, role: True),
     ):
         for number, call in enumerate((*PROTOCOLS["many tiles"], *PROTOCOLS["gemm_rs fused"])):
             call.run(group, seed + number)
