@@ -20,8 +20,10 @@ from tileflux.kernels.gemm_hopper_launch import (
     why_not_hopper,
 )
 from tileflux.kernels.gemm_shared import (
+    Addresses,
     Launch,
     address,
+    addresses,
     constants,
     fetches_tiles,
     is_virtual,
@@ -33,7 +35,7 @@ from tileflux.kernels.gemm_shared import (
 )
 from tileflux.kernels.loading import launching, load_once
 from tileflux.kernels.operands import GemmSpec, Operands, Role, make_spec, scale_kind
-from tileflux.kernels.prepared import Kept, Launcher, Tile, relaunchable
+from tileflux.kernels.prepared import Kept, Launcher, Tile, Tiles, relaunchable
 from tileflux.kernels.recording import current_recorder, reserve
 from tileflux.kernels.turns import Turn
 from tileflux.symm.group import Group
@@ -67,7 +69,7 @@ def launch_gemm(
     if known is not None and current_recorder() is None and relaunchable(_gemm_kernel):
         if not load_only:
             with launching(group):
-                known.launch(operands, turn)
+                known.launch(addresses(operands), table_of(turn, operands.x.device))
         return
     launch = _plan(operands, role, config, group, turn, releases, use_tma, load_only)
     prepared: Prepared | _Prepared | None
@@ -176,26 +178,23 @@ def _launch_triton(
 class _Prepared:
     """A launch of which all but the addresses is known: what is left of ``launch_gemm`` for the next such call."""
 
-    __slots__ = ("_grid", "_launcher", "_num_rows", "_numbers", "_rows", "_shapes")
+    __slots__ = ("_a", "_b", "_grid", "_launcher", "_num_rows", "_numbers", "_rows")
 
     def __init__(self, launcher: Launcher, how: Launch, numbers: tuple[int, ...], descriptors: Descriptors) -> None:
         self._launcher, self._grid, self._num_rows, self._numbers = launcher, how.num_programs, how.num_rows, numbers
         a, rows, b = descriptors
-        self._shapes = None if a is None or b is None else (a.shape, a.strides, b.shape, b.strides)
+        self._a = None if a is None else Tiles(a.shape, a.strides)
+        self._b = None if b is None else Tiles(b.shape, b.strides)
         # Where rows arrive is the turn's own, and stays where it is.
         self._rows = None if rows is None else Tile(rows.base.data_ptr(), rows.shape, rows.strides)
 
-    def launch(self, operands: Operands, turn: Turn | None) -> None:
+    def launch(self, at: Addresses, table: torch.Tensor) -> None:
         """Queue it with these addresses."""
-        x, weight = operands.x.data_ptr(), operands.weight.data_ptr()
-        a = b = None
-        if self._shapes is not None:
-            a_shape, a_strides, b_shape, b_strides = self._shapes
-            a, b = Tile(x, a_shape, a_strides), Tile(weight, b_shape, b_strides)
+        x, weight, out, bias, scale_x, scale_weight, index = at
         self._launcher.launch(
-            self._grid, x, weight, operands.out.data_ptr(), *side_addresses(operands),
-            rows_argument(operands, self._num_rows), *self._numbers,
-            a, self._rows, b, 0, table_of(turn, operands.x.device),
+            self._grid, x, weight, out, bias, scale_x, scale_weight, index or self._num_rows, *self._numbers,
+            None if self._a is None else self._a[x], self._rows, None if self._b is None else self._b[weight],
+            0, table,
         )  # fmt: skip
 
 
