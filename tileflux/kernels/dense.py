@@ -18,9 +18,10 @@ import torch
 
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_host, library, steps
+from tileflux.kernels.again import Launched
 from tileflux.kernels.beside import beside, join
 from tileflux.kernels.copy import move
-from tileflux.kernels.gemm_launch import launch_gemm
+from tileflux.kernels.gemm_launch import PreparedGemm, launch_gemm
 from tileflux.kernels.gemm_shared import sms_for
 from tileflux.kernels.groups import Groups
 from tileflux.kernels.launch import on_host
@@ -51,17 +52,18 @@ def run_gather(
     strategy: str,
     config: GemmConfig,
     gathered: torch.Tensor | None = None,
-) -> None:
+) -> Launched | None:
     """All-gather and multiply: ``parts`` share x and its scales; ``gathered``, if given, gets all ranks' rows.
 
-    Where the parts' rows are grouped by expert, their tiles pick rows from all that are gathered.
+    Where the parts' rows are grouped by expert, their tiles pick rows from all that are gathered. Returns the launch
+    where it was a single one, and can be repeated.
     """
     x, scale_x, is_grouped = parts[0].x, parts[0].scale_x, parts[0].groups is not None
     roles = GATHERING_GROUPED if is_grouped else GATHERING
     op = roles.feeding.name
     if strategy == "sequential" or group.world_size == 1:
         _gather_then_multiply(group, op, parts, rows, config, gathered)
-        return
+        return None
     shards = gather_shards(op, rows, x.shape[1] * x.element_size(), scale_x is not None, config.num_chunks)
     here = turn(group, shards)
     if strategy == "fused" or on_host(group):
@@ -74,16 +76,19 @@ def run_gather(
         first = roles.arriving if by_copies else roles.feeding
         for index, part in enumerate(parts):
             ends = gathered is None and index == len(parts) - 1
-            run(part, first if index == 0 else roles.gathered, tiles, group, here, releases=ends)
+            launch = run(part, first if index == 0 else roles.gathered, tiles, group, here, releases=ends)
         if by_copies:
             join(group)
         if gathered is not None:
             _copy_gathered(group, here, x, gathered)
             _release(group, here)
+        is_all = len(parts) == 1 and gathered is None and not by_copies
+        return Launched(launch, here) if is_all and launch is not None else None
     elif is_grouped:
         _multiply_by_stage(group, parts, config, here, gathered)
     else:
         _multiply_arriving(group, parts, config, here, gathered)
+    return None
 
 
 def multiply(group: Group, operands: Operands, config: GemmConfig, *, load_only: bool = False) -> None:
@@ -105,12 +110,14 @@ def gather_rows(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, rows:
     move(group, op, x, out, gather_plan(group.rank, tuple(count * row_bytes for count in rows)))
 
 
-def run(operands: Operands, role: Role, config: GemmConfig, group: Group, here: Turn, *, releases: bool) -> None:
+def run(
+    operands: Operands, role: Role, config: GemmConfig, group: Group, here: Turn, *, releases: bool
+) -> PreparedGemm | None:
     """The main loop, on the host or queued on the GPU. ``releases``: it ends the call."""
-    if on_host(group):
-        gemm_host.run_gemm(operands, role, config, group=group, turn=here, releases=releases)
-    else:
-        launch_gemm(operands, role, config, group=group, turn=here, releases=releases)
+    if not on_host(group):
+        return launch_gemm(operands, role, config, group=group, turn=here, releases=releases)
+    gemm_host.run_gemm(operands, role, config, group=group, turn=here, releases=releases)
+    return None
 
 
 def _release(group: Group, here: Turn) -> None:

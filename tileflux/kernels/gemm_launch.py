@@ -40,7 +40,7 @@ from tileflux.kernels.recording import current_recorder, reserve
 from tileflux.kernels.turns import Turn
 from tileflux.symm.group import Group
 
-__all__ = ["MAX_REGISTERS", "launch_gemm"]
+__all__ = ["MAX_REGISTERS", "PreparedGemm", "launch_gemm", "relaunches_gemm"]
 
 _log = logging.getLogger("tileflux")
 
@@ -61,18 +61,21 @@ def launch_gemm(
     releases: bool = False,
     use_tma: bool | None = None,
     load_only: bool = False,
-) -> None:
-    """Queue the kernel on the current stream. ``releases``: this launch ends the call. ``load_only``: load it alone."""
+) -> PreparedGemm | None:
+    """Queue the kernel on the current stream. ``releases``: this launch ends the call. ``load_only``: load it alone.
+
+    Returns what repeats the launch, where that is possible.
+    """
     kept = _plain if turn is None else turn.launches
     key = _key(operands, role, config, group if turn is None else None, releases, use_tma)
     known = kept.get(key)
-    if known is not None and current_recorder() is None and relaunchable(_gemm_kernel):
+    if known is not None and relaunches_gemm():
         if not load_only:
             with launching(group):
                 known.launch(addresses(operands), table_of(turn, operands.x.device))
-        return
+        return known
     launch = _plan(operands, role, config, group, turn, releases, use_tma, load_only)
-    prepared: Prepared | _Prepared | None
+    prepared: PreparedGemm | None
     on_hopper = _runs_on_hopper(operands, launch)
     if on_hopper and is_virtual(group):
         # Which loop a virtual rank needs depends on what is aligned: both are there before the first of them waits.
@@ -84,6 +87,12 @@ def launch_gemm(
         prepared = _launch_triton(operands, launch, group, turn, load_only=load_only)
     if prepared is not None:
         kept.keep(key, prepared)
+    return prepared
+
+
+def relaunches_gemm() -> bool:
+    """Whether launches that are kept may be used now: nobody records them, and nobody listens."""
+    return current_recorder() is None and relaunchable(_gemm_kernel)
 
 
 def _plan(
@@ -198,7 +207,8 @@ class _Prepared:
         )  # fmt: skip
 
 
-_plain: Kept[_Prepared | Prepared] = Kept()
+PreparedGemm = _Prepared | Prepared
+_plain: Kept[PreparedGemm] = Kept()
 """Launches without a turn; those with one are kept by it, and go with it."""
 
 

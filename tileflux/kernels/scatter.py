@@ -19,6 +19,7 @@ import torch
 
 from tileflux.config import GemmConfig
 from tileflux.kernels import steps
+from tileflux.kernels.again import Launched
 from tileflux.kernels.beside import beside, join
 from tileflux.kernels.dense import load_steps, multiply, num_feeders, pipelined_tiles, run, sends_by_copies
 from tileflux.kernels.gemm_launch import launch_gemm
@@ -37,26 +38,27 @@ __all__ = ["behind_count", "num_summers", "own_part", "run_scatter", "run_spread
 
 def run_scatter(
     group: Group, operands: Operands, rows: tuple[int, ...], strategy: str, config: GemmConfig, op: str = "gemm_rs"
-) -> None:
-    """Multiply and reduce-scatter; ``operands.out`` has this rank's rows."""
+) -> Launched | None:
+    """Multiply and reduce-scatter; ``operands.out`` has this rank's rows. Returns what can be launched again."""
     if strategy == "sequential" or group.world_size == 1:
         mine = own_part(operands, sum(rows))
         multiply(group, mine, config)
         sizes = tuple(count * operands.num_columns * mine.out.element_size() for count in rows)
         reduce(group, op, mine.out, operands.out, reduce_plan(group.rank, sizes, scatter=True))
-        return
+        return None
     if sends_by_copies(group):
         _copy_finished(group, operands, rows, strategy, config)
-        return
+        return None
     by_tile = on_host(group) or (strategy == "fused" and not config.sums_apart)
     tiles = config if strategy == "fused" and by_tile else pipelined_tiles(config)
     here = turn(group, scatter_shards("gemm_rs", rows, operands.num_columns, operands.out.element_size(), tiles))
     if by_tile:
-        run(operands, SCATTER, tiles, group, here, releases=True)
-    elif strategy == "fused":
-        _send_finished(group, operands, config, here)
-    else:
-        _push_finished(group, operands, config, here)
+        launch = run(operands, SCATTER, tiles, group, here, releases=True)
+        return None if launch is None else Launched(launch, here)
+    if strategy == "fused":
+        return _send_finished(group, operands, config, here)
+    _push_finished(group, operands, config, here)
+    return None
 
 
 def run_spread(group: Group, operands: Operands, config: GemmConfig) -> None:
@@ -79,16 +81,25 @@ def _push_finished(group: Group, operands: Operands, config: GemmConfig, here: T
     sum_all(group, here, operands.out)
 
 
-def _send_finished(group: Group, operands: Operands, config: GemmConfig, here: Turn) -> None:
+def _send_finished(group: Group, operands: Operands, config: GemmConfig, here: Turn) -> Launched | None:
     """Multiply, storing tiles at their owners, and sum when all ranks' have come.
 
     No program of the product waits for anybody: those that have begun hold no SM that a rank which is late needs, and
     there may be more of them than fit.
     """
     load_steps(group, here, operands)
-    steps.launch_open(here, group.world_size)
-    launch_gemm(operands, SEND, config, group=group, turn=here)
-    sum_all(group, here, operands.out)
+    _open(here, operands.out)
+    launch = launch_gemm(operands, SEND, config, group=group, turn=here)
+    _sum(here, operands.out)
+    return None if launch is None else Launched(launch, here, before=_open, after=_sum)
+
+
+def _open(here: Turn, out: torch.Tensor) -> None:
+    steps.launch_open(here, len(here.plan.rows))
+
+
+def _sum(here: Turn, out: torch.Tensor) -> None:
+    sum_all(here.group, here, out)
 
 
 def sum_all(group: Group, here: Turn, out: torch.Tensor) -> None:
