@@ -25,7 +25,8 @@ __all__ = ["Again", "Launched", "make_again"]
 
 _ALIGNED = 16  # bytes: what TMA and the widest accesses want; launches of anything else are not kept here
 
-Step = Callable[[Turn, torch.Tensor], None]
+Step = Callable[[Group, Turn, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
+"""What is queued before or after the GEMM, given x, the scales of its rows, and out."""
 
 
 class Launched(NamedTuple):
@@ -57,7 +58,18 @@ def make_again(
 class Again:
     """Kept by whoever keeps the call's signature, which may outlive the group: it holds neither it nor its memory."""
 
-    __slots__ = ("_adds_bias", "_device", "_gemm", "_launching", "_precision", "_steps", "_turn", "dtype", "shape")
+    __slots__ = (
+        "_adds_bias",
+        "_device",
+        "_gemm",
+        "_index",
+        "_launching",
+        "_precision",
+        "_steps",
+        "_turn",
+        "dtype",
+        "shape",
+    )
 
     def __init__(self, launched: Launched, group: Group | None, operands: Operands) -> None:
         self._gemm, here = launched.gemm, launched.turn
@@ -65,6 +77,7 @@ class Again:
         self._steps = (launched.before, launched.after)
         self._launching = launching(group)
         self._device, self._adds_bias = operands.x.device, operands.adds_bias
+        self._index = self._device.index if self._device.type == "cuda" else None
         self._precision = _precision() if operands.x.dtype is torch.float32 else None
         self.shape, self.dtype = tuple(operands.out.shape), operands.out.dtype
 
@@ -81,11 +94,12 @@ class Again:
             addresses % _ALIGNED == 0
             and relaunches_gemm()
             and (self._precision is None or self._precision == _precision())
-            and (self._device.type != "cuda" or self._device.index == torch.cuda.current_device())
+            and (self._index is None or self._index == torch.cuda.current_device())
         )
 
     def launch(
         self,
+        group: Group | None,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -96,16 +110,16 @@ class Again:
         """Queue it all, right after it was found to fit. ``out`` is aligned."""
         here = None if self._turn is None else self._turn()
         before, after = self._steps
-        if before is not None and here is not None:
-            before(here, out)
+        if before is not None and here is not None and group is not None:
+            before(group, here, x, scale_x, out)
         at = (
             x.data_ptr(), weight.data_ptr(), out.data_ptr(), address(bias) if self._adds_bias else 0,
             address(scale_x), address(scale_weight), 0,
         )  # fmt: skip
         with self._launching:
             self._gemm.launch(at, table_of(here, self._device))
-        if after is not None and here is not None:
-            after(here, out)
+        if after is not None and here is not None and group is not None:
+            after(group, here, x, scale_x, out)
 
 
 def _precision() -> str:

@@ -78,12 +78,13 @@ def run_gather(
             ends = gathered is None and index == len(parts) - 1
             launch = run(part, first if index == 0 else roles.gathered, tiles, group, here, releases=ends)
         if by_copies:
-            join(group)
+            _join(group)
         if gathered is not None:
             _copy_gathered(group, here, x, gathered)
             _release(group, here)
-        is_all = len(parts) == 1 and gathered is None and not by_copies
-        return Launched(launch, here) if is_all and launch is not None else None
+        if launch is None or len(parts) > 1 or gathered is not None:
+            return None
+        return Launched(launch, here, *((_feed_by_copies, _join) if by_copies else ()))
     elif is_grouped:
         _multiply_by_stage(group, parts, config, here, gathered)
     else:
@@ -232,16 +233,26 @@ def sends_by_copies(group: Group) -> bool:
 def _feed(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, config: GemmConfig) -> None:
     """Send this rank's rows to every peer, beside what the caller's stream does next."""
     if sends_by_copies(group):
-        # Not beside: a product that fills the GPU and waits for rows might keep it from ever starting.
-        steps.launch_open(here, group.world_size)
+        _feed_by_copies(group, here, x, scale_x)
+        return
     with beside(group, x, *(() if scale_x is None else (scale_x,))):
-        if sends_by_copies(group):
-            _feed_by_copies(group, here, x, scale_x)
-        else:
-            steps.launch_feed(here, x, scale_x, num_feeders(group, config), group.world_size)
+        steps.launch_feed(here, x, scale_x, num_feeders(group, config), group.world_size)
 
 
-def _feed_by_copies(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None) -> None:
+def _feed_by_copies(
+    group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor | None = None
+) -> None:
+    # Not beside: a product that fills the GPU and waits for rows might keep it from ever starting.
+    steps.launch_open(here, group.world_size)
+    with beside(group, x, *(() if scale_x is None else (scale_x,))):
+        _copy_chunks(group, here, x, scale_x)
+
+
+def _join(group: Group, *_: object) -> None:
+    join(group)
+
+
+def _copy_chunks(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None) -> None:
     """As ``feed`` in ``lang/turn.py``."""
     here.count_call()
     plan, rank, world_size = here.plan, group.rank, group.world_size

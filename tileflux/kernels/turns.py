@@ -131,6 +131,8 @@ class Turn:
         """What ``launch_gemm`` keeps for the next call."""
         self._views: Kept[torch.Tensor] = Kept()
         self._number: int | None = None
+        self.opened: torch.cuda.Event
+        """When the running call was opened, where copies send its products as they are counted."""
 
     @property
     def group(self) -> Group:

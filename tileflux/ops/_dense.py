@@ -137,28 +137,26 @@ def _is_eager() -> bool:
 
 
 def call_again(
-    op: str,
-    known: Known | None,
-    group: Group | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale_x: Any,
-    scale_weight: Any,
-    out: torch.Tensor | None,
+    op: str, known: Known | None, group: Group | None, tensors: tuple[Any, ...], out: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The result of a call that is known, by what an earlier one launched; None if it must go the long way."""
+    """The result of a call that is known, by what an earlier one launched; None if it must go the long way.
+
+    ``tensors`` are x, the weight, the bias and both scales.
+    """
     again = None if known is None else known.again
-    if again is None or (group is not None and group.check_calls) or not again.fits(x, weight, out):
+    if again is None:
+        return None
+    x, weight, bias, *_ = tensors
+    if (group is not None and group.check_calls) or not again.fits(x, weight, out):
         return None
     out = check_out(op, out, again.shape, x, dtype=again.dtype, others=(weight, bias))
     if group is None:
-        again.launch(x, weight, bias, scale_x, scale_weight, out)
+        again.launch(None, *tensors, out)
         return out
     group.ensure_usable()
     group.order_stream()
     try:
-        again.launch(x, weight, bias, scale_x, scale_weight, out)
+        again.launch(group, *tensors, out)
     except BaseException as error:
         stopped(group, error)
         raise

@@ -62,20 +62,19 @@ def ag_gemm(
     single = isinstance(weight, torch.Tensor)
     sizes = None if sizes is None else tuple(sizes)
     options = (sizes, activation, out_dtype, strategy, config, return_gathered)
-    tensors: tuple[Any, ...]
+    given: Any = (x, weight, bias, scale_x, scale_weight)
     if single:
-        tensors = (x, weight, bias, scale_x, scale_weight)
-        key = _dense.call_key(tensors, group, *options)
+        key = _dense.call_key(given, group, *options)
         known = None if key is None else _known.find(key)  # the compiler would guard all that is kept
-        result = _dense.call_again("ag_gemm", known, group, *tensors, out)
+        result = _dense.call_again("ag_gemm", known, group, given, out)
         if result is not None:
             return result
     weights = [weight] if isinstance(weight, torch.Tensor) else list(weight)
     lists = _dense.as_lists("ag_gemm", weights, single, bias=bias, scale_weight=scale_weight, out=out)
     biases, scales, outs = lists["bias"], lists["scale_weight"], lists["out"]
     if not single:
-        tensors, counts = (x, scale_x, *weights, *biases, *scales), (len(weights), len(biases))
-        key = _dense.call_key(tensors, group, *options, counts)
+        given = (x, scale_x, *weights, *biases, *scales)
+        key = _dense.call_key(given, group, *options, len(weights), len(biases))
         known = None if key is None else _known.find(key)
     if known is None:
         rows = _check(x, weights, biases, scale_x, scales, group, sizes, activation)

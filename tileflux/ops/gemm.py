@@ -48,7 +48,7 @@ def gemm(
     tensors = (x, weight, bias, scale_x, scale_weight)
     key = _dense.call_key(tensors, None, activation, out_dtype, config)
     known = None if key is None else _known.find(key)  # the compiler would guard all that is kept
-    result = _dense.call_again("gemm", known, None, *tensors, out)
+    result = _dense.call_again("gemm", known, None, tensors, out)
     if result is not None:
         return result
     if known is not None:

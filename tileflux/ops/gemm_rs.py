@@ -59,7 +59,7 @@ def gemm_rs(
     sizes = None if sizes is None else tuple(sizes)
     key = _dense.call_key(tensors, group, sizes, out_dtype, strategy, config)
     known = None if key is None else _known.find(key)  # the compiler would guard all that is kept
-    result = _dense.call_again("gemm_rs", known, group, *tensors, out)
+    result = _dense.call_again("gemm_rs", known, group, tensors, out)
     if result is not None:
         return result
     if known is not None:
