@@ -97,17 +97,9 @@ class Again:
             and (self._index is None or self._index == torch.cuda.current_device())
         )
 
-    def launch(
-        self,
-        group: Group | None,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        scale_x: torch.Tensor | None,
-        scale_weight: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> None:
-        """Queue it all, right after it was found to fit. ``out`` is aligned."""
+    def launch(self, group: Group | None, tensors: tuple[Any, ...], out: torch.Tensor) -> None:
+        """Queue it all, right after it was found to fit. ``tensors`` are x, the weight, the bias and both scales."""
+        x, weight, bias, scale_x, scale_weight = tensors
         here = None if self._turn is None else self._turn()
         before, after = self._steps
         if before is not None and here is not None and group is not None:

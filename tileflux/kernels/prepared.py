@@ -75,8 +75,8 @@ def _innermost(compiled: Any) -> tuple[Any, tuple[Any, ...], tuple[tuple[int, An
         return run, (function, *metadata), ()
     launch = run.launch
     tiles: tuple[tuple[int, Any], ...] = ()
-    if hasattr(launch, "__closure__"):  # as ``wrap_handle_tensordesc`` makes it
-        names = launch.__code__.co_freevars
+    names = launch.__code__.co_freevars if hasattr(launch, "__code__") else ()
+    if "tensordesc_indices" in names:  # as ``wrap_handle_tensordesc`` makes it
         kept = dict(zip(names, (cell.cell_contents for cell in launch.__closure__), strict=True))
         places = sorted(kept["tensordesc_indices"])
         launch, tiles = kept["launcher"], tuple(zip(places, kept["tensordesc_meta"], strict=True))[::-1]

@@ -137,7 +137,7 @@ def _is_eager() -> bool:
 
 
 def call_again(
-    op: str, known: Known | None, group: Group | None, tensors: tuple[Any, ...], out: torch.Tensor | None
+    op: str, known: Known | None, group: Group | None, tensors: tuple[Any, ...], out: Any
 ) -> torch.Tensor | None:
     """The result of a call that is known, by what an earlier one launched; None if it must go the long way.
 
@@ -149,18 +149,18 @@ def call_again(
     x, weight, bias, *_ = tensors
     if (group is not None and group.check_calls) or not again.fits(x, weight, out):
         return None
-    out = check_out(op, out, again.shape, x, dtype=again.dtype, others=(weight, bias))
+    result = check_out(op, out, again.shape, x, dtype=again.dtype, others=(weight, bias))
     if group is None:
-        again.launch(None, *tensors, out)
-        return out
+        again.launch(None, tensors, result)
+        return result
     group.ensure_usable()
     group.order_stream()
     try:
-        again.launch(group, *tensors, out)
+        again.launch(group, tensors, result)
     except BaseException as error:
         stopped(group, error)
         raise
-    return out
+    return result
 
 
 def check_dense(
