@@ -19,11 +19,10 @@ from triton import knobs
 import tileflux
 from tileflux import GemmConfig
 from tileflux.errors import GroupBroken, GroupClosed
-from tileflux.kernels import again, dense, gemm_launch, launch, library, loading, prepared, scatter, steps, turns
+from tileflux.kernels import again, dense, gemm_launch, library, loading, prepared, scatter, steps, turns
 from tileflux.kernels.again import Again
 from tileflux.kernels.recording import recording
 from tileflux.ops import ag_gemm, gemm, gemm_rs
-from tileflux.symm.group import Group
 
 from .stand_in import Kernel, plain, stand_in_for_gemm
 
@@ -366,36 +365,19 @@ def here_number(world: World) -> int | None:
     return counted
 
 
-def test_the_stream_is_asked_for_when_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its handle: making torch's object of it takes several microseconds."""
-    asked: list[str] = []
-
-    class Stream(str):
-        def wait_stream(self, other: str) -> None:
-            asked.append(f"{self} waits for {other}")
-
-    handles = {"first": 7, "second": 0}
-    current = Stream("first")
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: handles[current], raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: (asked.append(str(current)), current)[1])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    device = torch.device("cuda", 0)
-    group: Any = SimpleNamespace(device=device, stream=None, rank=0, _last_stream=None, _last_handle=None)
-    for name in ("first", "first", "second", "second", "first"):
-        current = Stream(name)
-        Group.order_stream(group)
-    assert asked == ["first", "second", "second waits for first", "first", "first waits for second"]
-    group.stream = Stream("second")
-    Group.order_stream(SimpleNamespace(**vars(group)))  # type: ignore[arg-type]
-    group._last_handle = None
-    with pytest.raises(ValueError, match="must be driven on its own stream"):
-        Group.order_stream(group)
+def test_only_the_rank_that_adds_the_bias_hands_it_over(world: World) -> None:
+    for group, has_bias in zip(world.groups, (True, False), strict=True):
+        world.group, bias = group, torch.zeros(N)
+        assert [world.is_short("gemm_rs", bias=bias) for _ in range(3)] == [False, False, True]
+        assert world.kernel.past_it[-1][4] == (bias.data_ptr() if has_bias else 0)
 
 
-def test_tables_count_their_evictions() -> None:
-    tables = launch.DeviceTables(torch.device("cpu"), 2)
-    for number in range(launch._NUM_ROWS):
-        tables.find(number, lambda: [1, 2])
-    assert tables.num_evictions == 0
-    tables.find("one more", lambda: [1, 2])
-    assert tables.num_evictions == 1
+def test_calls_of_several_launches_go_the_long_way(world: World) -> None:
+    """And such a call does not pass for one that is a single launch."""
+    assert [world.is_short("ag_gemm") for _ in range(3)] == [False, False, True]
+    for given in ({"return_gathered": True}, {"weight": [make(N, K, torch.bfloat16)] * 2}):
+        for _ in range(4):
+            before = world.num_long
+            found = world.call("ag_gemm", **given)
+            assert len(found) == 2 and world.num_long > before
+    assert world.is_short("ag_gemm")
