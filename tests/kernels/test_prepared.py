@@ -19,7 +19,7 @@ from triton.runtime.driver import driver
 
 import tileflux
 from tileflux import GemmConfig
-from tileflux.kernels import prepared
+from tileflux.kernels import gemm_hopper_launch, gemm_launch, prepared
 from tileflux.kernels.gemm_launch import launch_gemm
 from tileflux.kernels.operands import Operands, Role
 from tileflux.kernels.prepared import Kept, Launcher, Tile, Tiles, launch_step
@@ -272,3 +272,31 @@ def test_what_is_recorded_or_only_loaded_is_not_launched_again(gemm_kernel: Kern
     launch_gemm(operands, PLAIN, CONFIGS[0])
     assert (len(gemm_kernel.through_triton), len(gemm_kernel.past_it)) == (3, 1)
     assert not gemm_kernel.past_it[0][-1].records
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_hoppers_loop_is_launched_again_as_triton_would(
+    gemm_kernel: Kernel, monkeypatch: pytest.MonkeyPatch, out_dtype: torch.dtype
+) -> None:
+    """With its descriptors: of x, of rows that arrive, of the weight, and of a result that leaves by TMA."""
+    monkeypatch.setattr(gemm_hopper_launch, "_gemm_hopper_kernel", gemm_kernel)
+    monkeypatch.setattr(gemm_launch, "is_hopper", lambda device: True)
+    config = GemmConfig(64, 64, 64, num_warps=4, hopper=True)
+    (group,) = tileflux.local_groups(1)
+    with group:
+        gathered = turn(group, gather_shards("ag_gemm", (128,), 256, False, 1))
+        kept = []  # so that addresses differ
+        for role, here in ((PLAIN, None), (GATHER, gathered)):
+            for number in range(3):
+                x, weight = (torch.zeros(rows, 128, dtype=torch.bfloat16) for rows in (128, 192))
+                operands = Operands(x, weight, torch.zeros(128, 192, dtype=out_dtype), bias=torch.zeros(192))
+                kept.append(operands)
+                num_again = len(gemm_kernel.past_it)
+                launch_gemm(operands, role, config, group=None if here is None else group, turn=here)
+                assert len(gemm_kernel.past_it) == num_again + (number > 0)
+                with monkeypatch.context() as patch:
+                    patch.setattr(prepared, "_KNOWS_LAUNCHER", False)
+                    launch_gemm(operands, role, config, group=None if here is None else group, turn=here)
+                assert number == 0 or plain(gemm_kernel.past_it[-1]) == plain(gemm_kernel.through_triton[-1])
+            spec = gemm_kernel.past_it[-1][-1]
+            assert spec.is_hopper and spec.out_by_tma == (out_dtype is torch.bfloat16)
