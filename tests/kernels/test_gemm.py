@@ -181,7 +181,7 @@ def _store_count(value, out, place, table, SPEC: tl.constexpr):
 @pytest.mark.parametrize("releases", [False, True])
 def test_a_program_fetches_one_step_ahead_and_no_more(monkeypatch: pytest.MonkeyPatch, releases: bool) -> None:
     """Interpreted programs run one after the other, so the first has all tiles; the others leave at once."""
-    monkeypatch.setattr(gemm_launch, "fetches_tiles", lambda group, config: True)
+    monkeypatch.setattr(gemm_launch, "fetches_tiles", lambda group, config, role: True)
     groups = tileflux.local_groups(2)
     here = turn(groups[0], gather_shards("counts", (30, 40), 64, False, 1))
     operands = Operands(torch.randn(70, 16), torch.randn(90, 16), poisoned((70, 90), torch.float32))
@@ -203,7 +203,7 @@ def test_a_program_fetches_one_step_ahead_and_no_more(monkeypatch: pytest.Monkey
 
 
 def test_a_call_that_gives_up_leaves_no_count_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm_launch, "fetches_tiles", lambda group, config: True)
+    monkeypatch.setattr(gemm_launch, "fetches_tiles", lambda group, config, role: True)
     groups = tileflux.local_groups(2, timeout_s=0.2)
     turns = [turn(group, scatter_shards("gemm_rs", (30, 40), 90, 4, CONFIG)) for group in groups]
     operands = Operands(torch.randn(70, 16), torch.randn(90, 16), poisoned((30, 90), torch.float32))

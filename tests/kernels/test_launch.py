@@ -88,3 +88,12 @@ def test_new_sizes_are_refused_while_capturing() -> None:
             extents_table(group, ragged)
         x.add_(1)
     group.close()
+
+
+def test_tables_count_their_evictions() -> None:
+    tables = DeviceTables(torch.device("cpu"), 2)
+    for number in range(launch._NUM_ROWS):
+        tables.find(number, lambda: [1, 2])
+    assert tables.num_evictions == 0
+    tables.find("one more", lambda: [1, 2])
+    assert tables.num_evictions == 1

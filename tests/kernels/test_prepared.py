@@ -7,58 +7,36 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from triton import knobs
+from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
+from triton.runtime.driver import driver
 
 import tileflux
 from tileflux import GemmConfig
-from tileflux.kernels import gemm_launch, gemm_shared, prepared
+from tileflux.kernels import gemm_hopper_launch, gemm_launch, prepared
 from tileflux.kernels.gemm_launch import launch_gemm
 from tileflux.kernels.operands import Operands, Role
-from tileflux.kernels.prepared import Kept, launch_step
+from tileflux.kernels.prepared import Kept, Launcher, Tile, Tiles, launch_step
 from tileflux.kernels.recording import recording
 from tileflux.kernels.roles import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
 from tileflux.kernels.shards import gather_shards, scatter_shards, spread_shards
 from tileflux.kernels.turns import Turn, turn
 
+from .stand_in import Kernel, plain, stand_in, stand_in_for_gemm
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8)
 CONFIGS = (GemmConfig(block_m=16, block_n=32), GemmConfig(block_m=16, block_n=32, block_k=32, num_sms=5))
 
 
-class Kernel:
-    """Stands in for a ``JITFunction``: notes launches through Triton, and what it compiles notes those past it."""
-
-    def __init__(self) -> None:
-        self.pre_run_hooks: list[object] = []
-        self.through_triton: list[tuple[Any, ...]] = []
-        self.past_it: list[tuple[Any, ...]] = []
-
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., object]:
-        def launch(*arguments: object, **options: int) -> object:
-            self.through_triton.append((*grid, *arguments))
-            made = (*arguments[-4:], *options.items())
-
-            def run(*given: Any) -> None:
-                assert given[1:9] == (1, 1, 77, "function", made, None, None, None)
-                self.past_it.append((given[0], *given[9:]))
-
-            return SimpleNamespace(run=run, function="function", packed_metadata=made)
-
-        return launch
-
-
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setattr(prepared, "JITFunction", Kernel)
-    monkeypatch.setattr(prepared, "_KNOWS_LAUNCHER", True)
-    monkeypatch.setattr(prepared, "_steps", Kept())
-    monkeypatch.setattr(prepared, "raw_stream", lambda device: 77)
-    return Kernel()
+    return stand_in(monkeypatch)
 
 
 def test_what_is_kept_is_bounded_and_only_found_by_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,13 +86,80 @@ def test_triton_launches_while_somebody_listens_or_its_launcher_is_unknown(
 
 
 @pytest.fixture
-def gemm_kernel(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setattr(gemm_launch, "_gemm_kernel", kernel)
-    monkeypatch.setattr(gemm_launch, "_has_tma", lambda device: True)
-    monkeypatch.setattr(gemm_shared, "_is_interpreted", lambda group: False)
-    monkeypatch.setattr(gemm_shared, "sms_for", lambda group: 12)
-    monkeypatch.setattr(gemm_launch, "_plain", Kept())
-    return kernel
+def gemm_kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    return stand_in_for_gemm(monkeypatch)
+
+
+class Device:
+    """Stands in for Triton's driver: notes what descriptors it fills."""
+
+    def __init__(self) -> None:
+        self.filled: list[tuple[Any, ...]] = []
+        self.utils = SimpleNamespace(fill_tma_descriptor=self._fill)
+
+    def _fill(self, *given: Any) -> object:
+        self.filled.append(given)
+        return ("map", *given)
+
+
+META = {"swizzle": 3, "elem_size": 2, "elem_type": 8, "block_size": [64, 32], "fp4_padded": False}
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("metas", [(), (META, META | {"swizzle": 1}), (None, None)])
+def test_the_innermost_launcher_gets_what_tritons_own_would_hand_it(
+    monkeypatch: pytest.MonkeyPatch, metas: tuple[Any, ...]
+) -> None:
+    got: list[tuple[Any, ...]] = []
+    run = CudaLauncher.__new__(CudaLauncher)
+    kind = "tensordesc<bf16[64, 32]>" if metas else "i64"
+    signature = {0: "i64", 1: kind, 2: "*i64", 3: kind, 4: "constexpr"}
+    run.launch = wrap_handle_tensordesc(
+        lambda *given: got.append(given), signature, list(metas) if any(metas) else None
+    )
+    run.num_ctas, run.global_scratch_size, run.profile_scratch_size = 1, 0, 0
+    run.global_scratch_align = run.profile_scratch_align = 1
+    run.launch_cooperative_grid, run.launch_pdl = True, False
+    launcher = Launcher(SimpleNamespace(run=run, function=11, packed_metadata=(4, 1, 0)), 0, ("constant",))
+    device = Device()
+    monkeypatch.setattr(driver, "_active", device)
+    first, second = Tiles((64, 128), (128, 1)), Tiles((96, 64), (80, 1))
+    addresses = ((4096, 512), (4096, 1024), (4096, 512))
+    for number, (x, y) in enumerate(addresses):
+        arguments = (number, first[x], "table", second[y]) if metas else (number, x, "table", y)
+        launcher.launch(number, *arguments)
+    mine, num_filled = got[:], len(device.filled)
+    got.clear()
+    for number, (x, y) in enumerate(addresses):
+        tiles = (Tile(x, (64, 128), (128, 1)), "table", Tile(y, (96, 64), (80, 1))) if metas else (x, "table", y)
+        run(number, 1, 1, 77, 11, (4, 1, 0), None, None, None, number, *tiles, "constant")
+    assert [as_addresses(each) for each in mine] == [as_addresses(each) for each in got]
+    assert num_filled == (3 if any(metas) else 0), "once for each tile, and not for each launch"
+
+
+def as_addresses(launch: tuple[Any, ...]) -> list[object]:
+    """With tiles, which stand for themselves where nothing is filled, as where they begin."""
+    return [part.data_ptr() if isinstance(part, Tile) else part for part in launch]
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_kernel_that_needs_memory_is_launched_by_triton() -> None:
+    run = CudaLauncher.__new__(CudaLauncher)
+    run.launch, run.global_scratch_size, run.profile_scratch_size = print, 64, 0
+    run.launch_cooperative_grid = run.launch_pdl = False
+    compiled = SimpleNamespace(run=run, function=11, packed_metadata=(4, 1, 0))
+    assert Launcher(compiled, 0, ())._run is run
+    run.global_scratch_size = 0
+    assert Launcher(compiled, 0, ())._run is print
+
+
+def test_tiles_are_kept_by_address_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "_MAX_KEPT", 3)
+    tiles = Tiles((4, 8), (8, 1))
+    for number in range(7):
+        made = tiles[16 * number]
+        assert made is tiles[16 * number] and made.data_ptr() == 16 * number and len(tiles) <= 3
+        assert (made.shape, made.strides) == ((4, 8), (8, 1))
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -157,18 +202,6 @@ def make_operands(case: dict[str, Any]) -> Operands:
         activation=case["activation"], adds_bias=case["adds_bias"],
         **{name: None if shape is None else torch.zeros(shape) for name, shape in shapes.items()},
     )  # fmt: skip
-
-
-def plain(launch: tuple[Any, ...]) -> list[object]:
-    """A launch as numbers: descriptors are the addresses and sizes that the launcher takes from them."""
-    return [
-        (part.base.data_ptr(), [*part.shape], [*part.strides], part.padding)
-        if hasattr(part, "padding")
-        else (part.data_ptr(), *part.shape)
-        if isinstance(part, torch.Tensor)
-        else part
-        for part in launch
-    ]
 
 
 @contextlib.contextmanager
@@ -239,3 +272,31 @@ def test_what_is_recorded_or_only_loaded_is_not_launched_again(gemm_kernel: Kern
     launch_gemm(operands, PLAIN, CONFIGS[0])
     assert (len(gemm_kernel.through_triton), len(gemm_kernel.past_it)) == (3, 1)
     assert not gemm_kernel.past_it[0][-1].records
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_hoppers_loop_is_launched_again_as_triton_would(
+    gemm_kernel: Kernel, monkeypatch: pytest.MonkeyPatch, out_dtype: torch.dtype
+) -> None:
+    """With its descriptors: of x, of rows that arrive, of the weight, and of a result that leaves by TMA."""
+    monkeypatch.setattr(gemm_hopper_launch, "_gemm_hopper_kernel", gemm_kernel)
+    monkeypatch.setattr(gemm_launch, "is_hopper", lambda device: True)
+    config = GemmConfig(64, 64, 64, num_warps=4, hopper=True)
+    (group,) = tileflux.local_groups(1)
+    with group:
+        gathered = turn(group, gather_shards("ag_gemm", (128,), 256, False, 1))
+        kept = []  # so that addresses differ
+        for role, here in ((PLAIN, None), (GATHER, gathered)):
+            for number in range(3):
+                x, weight = (torch.zeros(rows, 128, dtype=torch.bfloat16) for rows in (128, 192))
+                operands = Operands(x, weight, torch.zeros(128, 192, dtype=out_dtype), bias=torch.zeros(192))
+                kept.append(operands)
+                num_again = len(gemm_kernel.past_it)
+                launch_gemm(operands, role, config, group=None if here is None else group, turn=here)
+                assert len(gemm_kernel.past_it) == num_again + (number > 0)
+                with monkeypatch.context() as patch:
+                    patch.setattr(prepared, "_KNOWS_LAUNCHER", False)
+                    launch_gemm(operands, role, config, group=None if here is None else group, turn=here)
+                assert number == 0 or plain(gemm_kernel.past_it[-1]) == plain(gemm_kernel.through_triton[-1])
+            spec = gemm_kernel.past_it[-1][-1]
+            assert spec.is_hopper and spec.out_by_tma == (out_dtype is torch.bfloat16)

@@ -10,6 +10,8 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -275,3 +277,28 @@ def _wrong_devices(world: Group) -> None:
 
 def test_transports_refuse_the_wrong_device() -> None:
     run_ranks(_wrong_devices, 1)
+
+
+def test_the_stream_is_asked_for_when_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its handle: making torch's object of it takes several microseconds."""
+    asked: list[str] = []
+
+    class Stream(str):
+        def wait_stream(self, other: str) -> None:
+            asked.append(f"{self} waits for {other}")
+
+    handles = {"first": 7, "second": 0}
+    current = Stream("first")
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: handles[current], raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: (asked.append(str(current)), current)[1])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    device = torch.device("cuda", 0)
+    group: Any = SimpleNamespace(device=device, stream=None, rank=0, _last_stream=None, _last_handle=None)
+    for name in ("first", "first", "second", "second", "first"):
+        current = Stream(name)
+        Group.order_stream(group)
+    assert asked == ["first", "second", "second waits for first", "first", "first waits for second"]
+    group.stream = Stream("second")
+    group._last_handle = None
+    with pytest.raises(ValueError, match="must be driven on its own stream"):
+        Group.order_stream(group)

@@ -18,9 +18,10 @@ import torch
 
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_host, library, steps
+from tileflux.kernels.again import Launched
 from tileflux.kernels.beside import beside, join
 from tileflux.kernels.copy import move
-from tileflux.kernels.gemm_launch import launch_gemm
+from tileflux.kernels.gemm_launch import PreparedGemm, launch_gemm
 from tileflux.kernels.gemm_shared import sms_for
 from tileflux.kernels.groups import Groups
 from tileflux.kernels.launch import on_host
@@ -51,17 +52,18 @@ def run_gather(
     strategy: str,
     config: GemmConfig,
     gathered: torch.Tensor | None = None,
-) -> None:
+) -> Launched | None:
     """All-gather and multiply: ``parts`` share x and its scales; ``gathered``, if given, gets all ranks' rows.
 
-    Where the parts' rows are grouped by expert, their tiles pick rows from all that are gathered.
+    Where the parts' rows are grouped by expert, their tiles pick rows from all that are gathered. Returns the launch
+    where it was a single one, and can be repeated.
     """
     x, scale_x, is_grouped = parts[0].x, parts[0].scale_x, parts[0].groups is not None
     roles = GATHERING_GROUPED if is_grouped else GATHERING
     op = roles.feeding.name
     if strategy == "sequential" or group.world_size == 1:
         _gather_then_multiply(group, op, parts, rows, config, gathered)
-        return
+        return None
     shards = gather_shards(op, rows, x.shape[1] * x.element_size(), scale_x is not None, config.num_chunks)
     here = turn(group, shards)
     if strategy == "fused" or on_host(group):
@@ -74,16 +76,20 @@ def run_gather(
         first = roles.arriving if by_copies else roles.feeding
         for index, part in enumerate(parts):
             ends = gathered is None and index == len(parts) - 1
-            run(part, first if index == 0 else roles.gathered, tiles, group, here, releases=ends)
+            launch = run(part, first if index == 0 else roles.gathered, tiles, group, here, releases=ends)
         if by_copies:
-            join(group)
+            _join(group)
         if gathered is not None:
             _copy_gathered(group, here, x, gathered)
             _release(group, here)
+        if launch is None or len(parts) > 1 or gathered is not None:
+            return None
+        return Launched(launch, here, *((_feed_by_copies, _join) if by_copies else ()))
     elif is_grouped:
         _multiply_by_stage(group, parts, config, here, gathered)
     else:
         _multiply_arriving(group, parts, config, here, gathered)
+    return None
 
 
 def multiply(group: Group, operands: Operands, config: GemmConfig, *, load_only: bool = False) -> None:
@@ -105,12 +111,14 @@ def gather_rows(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, rows:
     move(group, op, x, out, gather_plan(group.rank, tuple(count * row_bytes for count in rows)))
 
 
-def run(operands: Operands, role: Role, config: GemmConfig, group: Group, here: Turn, *, releases: bool) -> None:
+def run(
+    operands: Operands, role: Role, config: GemmConfig, group: Group, here: Turn, *, releases: bool
+) -> PreparedGemm | None:
     """The main loop, on the host or queued on the GPU. ``releases``: it ends the call."""
-    if on_host(group):
-        gemm_host.run_gemm(operands, role, config, group=group, turn=here, releases=releases)
-    else:
-        launch_gemm(operands, role, config, group=group, turn=here, releases=releases)
+    if not on_host(group):
+        return launch_gemm(operands, role, config, group=group, turn=here, releases=releases)
+    gemm_host.run_gemm(operands, role, config, group=group, turn=here, releases=releases)
+    return None
 
 
 def _release(group: Group, here: Turn) -> None:
@@ -225,16 +233,26 @@ def sends_by_copies(group: Group) -> bool:
 def _feed(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, config: GemmConfig) -> None:
     """Send this rank's rows to every peer, beside what the caller's stream does next."""
     if sends_by_copies(group):
-        # Not beside: a product that fills the GPU and waits for rows might keep it from ever starting.
-        steps.launch_open(here, group.world_size)
+        _feed_by_copies(group, here, x, scale_x)
+        return
     with beside(group, x, *(() if scale_x is None else (scale_x,))):
-        if sends_by_copies(group):
-            _feed_by_copies(group, here, x, scale_x)
-        else:
-            steps.launch_feed(here, x, scale_x, num_feeders(group, config), group.world_size)
+        steps.launch_feed(here, x, scale_x, num_feeders(group, config), group.world_size)
 
 
-def _feed_by_copies(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None) -> None:
+def _feed_by_copies(
+    group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor | None = None
+) -> None:
+    # Not beside: a product that fills the GPU and waits for rows might keep it from ever starting.
+    steps.launch_open(here, group.world_size)
+    with beside(group, x, *(() if scale_x is None else (scale_x,))):
+        _copy_chunks(group, here, x, scale_x)
+
+
+def _join(group: Group, *_: object) -> None:
+    join(group)
+
+
+def _copy_chunks(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None) -> None:
     """As ``feed`` in ``lang/turn.py``."""
     here.count_call()
     plan, rank, world_size = here.plan, group.rank, group.world_size

@@ -14,10 +14,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tileflux.config import GemmConfig
 from tileflux.kernels.gemm_hopper import _gemm_hopper_kernel
-from tileflux.kernels.gemm_shared import Launch, address, constants, rows_argument, side_addresses, table_of
+from tileflux.kernels.gemm_shared import (
+    Addresses,
+    Launch,
+    address,
+    constants,
+    rows_argument,
+    side_addresses,
+    table_of,
+)
 from tileflux.kernels.loading import launching, load_once
 from tileflux.kernels.operands import ELEMENTS, GemmSpec, Operands, Role, make_spec
-from tileflux.kernels.prepared import Launcher, Tile, relaunchable
+from tileflux.kernels.prepared import Launcher, Tile, Tiles, relaunchable
 from tileflux.kernels.turns import Turn
 from tileflux.lang.policy import wait_for_nothing
 from tileflux.symm.group import Group
@@ -112,16 +120,17 @@ def launch_hopper(
     load_hopper(operands, launch, group, [spec])
     if load_only:
         return None
-    prepared = Prepared(operands, launch)
+    device, sizes = operands.x.device, (operands.num_columns, operands.depth)
     descriptors = _descriptors(operands, spec, turn if launch.role.gathers else None)
-    first, last = prepared.arguments(operands, turn)
+    rows = rows_argument(operands, launch.num_rows)
+    first = (operands.x.data_ptr(), operands.out.data_ptr(), *side_addresses(operands), rows, *sizes)
+    last = (address(launch.trace), table_of(turn, device))
     with launching(group):
         compiled = _start(launch.num_programs, first, descriptors, last, launch.role, spec)
     if launch.trace is not None or not relaunchable(_gemm_hopper_kernel):
         return None
-    device = operands.x.device
-    prepared.keep(Launcher(compiled, device.index or 0, constants(launch.role, spec)), descriptors)
-    return prepared
+    launcher = Launcher(compiled, device.index or 0, constants(launch.role, spec))
+    return Prepared(launcher, launch, sizes, descriptors)
 
 
 def load_hopper(operands: Operands, launch: Launch, group: Group | None, specs: Sequence[HopperSpec]) -> None:
@@ -157,35 +166,26 @@ def _start(
 class Prepared:
     """A launch of which all but the addresses is known."""
 
-    def __init__(self, operands: Operands, launch: Launch) -> None:
-        self._grid, self._trace = launch.num_programs, launch.trace
-        self._num_rows, self._sizes = launch.num_rows, (operands.num_columns, operands.depth)
-        self._device = operands.x.device
-        self._launcher: Launcher | None = None
+    __slots__ = ("_a", "_b", "_grid", "_launcher", "_num_rows", "_out", "_rows", "_sizes")
 
-    def keep(self, launcher: Launcher, descriptors: tuple[Any, ...]) -> None:
-        """Remember how it was launched."""
-        self._launcher = launcher
+    def __init__(
+        self, launcher: Launcher, launch: Launch, sizes: tuple[int, int], descriptors: tuple[Any, ...]
+    ) -> None:
+        self._launcher, self._grid = launcher, launch.num_programs
+        self._num_rows, self._sizes = launch.num_rows, sizes
         a, rows, b, out = descriptors
-        self._shapes = [None if each is None else (tuple(each.shape), tuple(each.strides)) for each in (a, b, out)]
-        self._rows = None if rows is None else Tile(rows.base.data_ptr(), tuple(rows.shape), tuple(rows.strides))
+        self._a, self._b = Tiles(a.shape, a.strides), Tiles(b.shape, b.strides)
+        self._out = None if out is None else Tiles(out.shape, out.strides)
+        self._rows = None if rows is None else Tile(rows.base.data_ptr(), rows.shape, rows.strides)
 
-    def arguments(self, operands: Operands, turn: Turn | None) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-        """What goes before the descriptors, and what behind them."""
-        rows = rows_argument(operands, self._num_rows)
-        first = (operands.x.data_ptr(), operands.out.data_ptr(), *side_addresses(operands), rows, *self._sizes)
-        return first, (address(self._trace), table_of(turn, self._device))
-
-    def launch(self, operands: Operands, turn: Turn | None) -> None:
+    def launch(self, at: Addresses, table: torch.Tensor) -> None:
         """Queue it with these addresses."""
-        assert self._launcher is not None
-        addresses = (operands.x.data_ptr(), operands.weight.data_ptr(), operands.out.data_ptr())
-        a, b, out = (
-            None if shape is None else Tile(address, *shape)
-            for address, shape in zip(addresses, self._shapes, strict=True)
-        )
-        first, last = self.arguments(operands, turn)
-        self._launcher.launch(self._grid, *first, a, self._rows, b, out, *last)
+        x, weight, out, bias, scale_x, scale_weight, index = at
+        self._launcher.launch(
+            self._grid, x, out, bias, scale_x, scale_weight, index or self._num_rows, *self._sizes,
+            self._a[x], self._rows, self._b[weight], None if self._out is None else self._out[out],
+            0, table,
+        )  # fmt: skip
 
 
 def make_hopper_spec(operands: Operands, launch: Launch, turn: Turn | None) -> HopperSpec:

@@ -20,8 +20,10 @@ from tileflux.kernels.gemm_hopper_launch import (
     why_not_hopper,
 )
 from tileflux.kernels.gemm_shared import (
+    Addresses,
     Launch,
     address,
+    addresses,
     constants,
     fetches_tiles,
     is_virtual,
@@ -33,12 +35,12 @@ from tileflux.kernels.gemm_shared import (
 )
 from tileflux.kernels.loading import launching, load_once
 from tileflux.kernels.operands import GemmSpec, Operands, Role, make_spec, scale_kind
-from tileflux.kernels.prepared import Kept, Launcher, Tile, relaunchable
+from tileflux.kernels.prepared import Kept, Launcher, Tile, Tiles, relaunchable
 from tileflux.kernels.recording import current_recorder, reserve
 from tileflux.kernels.turns import Turn
 from tileflux.symm.group import Group
 
-__all__ = ["MAX_REGISTERS", "launch_gemm"]
+__all__ = ["MAX_REGISTERS", "PreparedGemm", "launch_gemm", "relaunches_gemm"]
 
 _log = logging.getLogger("tileflux")
 
@@ -59,18 +61,21 @@ def launch_gemm(
     releases: bool = False,
     use_tma: bool | None = None,
     load_only: bool = False,
-) -> None:
-    """Queue the kernel on the current stream. ``releases``: this launch ends the call. ``load_only``: load it alone."""
+) -> PreparedGemm | None:
+    """Queue the kernel on the current stream. ``releases``: this launch ends the call. ``load_only``: load it alone.
+
+    Returns what repeats the launch, where that is possible.
+    """
     kept = _plain if turn is None else turn.launches
     key = _key(operands, role, config, group if turn is None else None, releases, use_tma)
     known = kept.get(key)
-    if known is not None and current_recorder() is None and relaunchable(_gemm_kernel):
+    if known is not None and relaunches_gemm():
         if not load_only:
             with launching(group):
-                known.launch(operands, turn)
-        return
+                known.launch(addresses(operands), table_of(turn, operands.x.device))
+        return known
     launch = _plan(operands, role, config, group, turn, releases, use_tma, load_only)
-    prepared: Prepared | _Prepared | None
+    prepared: PreparedGemm | None
     on_hopper = _runs_on_hopper(operands, launch)
     if on_hopper and is_virtual(group):
         # Which loop a virtual rank needs depends on what is aligned: both are there before the first of them waits.
@@ -82,6 +87,12 @@ def launch_gemm(
         prepared = _launch_triton(operands, launch, group, turn, load_only=load_only)
     if prepared is not None:
         kept.keep(key, prepared)
+    return prepared
+
+
+def relaunches_gemm() -> bool:
+    """Whether launches that are kept may be used now: nobody records them, and nobody listens."""
+    return current_recorder() is None and relaunchable(_gemm_kernel)
 
 
 def _plan(
@@ -176,30 +187,28 @@ def _launch_triton(
 class _Prepared:
     """A launch of which all but the addresses is known: what is left of ``launch_gemm`` for the next such call."""
 
-    __slots__ = ("_grid", "_launcher", "_num_rows", "_numbers", "_rows", "_shapes")
+    __slots__ = ("_a", "_b", "_grid", "_launcher", "_num_rows", "_numbers", "_rows")
 
     def __init__(self, launcher: Launcher, how: Launch, numbers: tuple[int, ...], descriptors: Descriptors) -> None:
         self._launcher, self._grid, self._num_rows, self._numbers = launcher, how.num_programs, how.num_rows, numbers
         a, rows, b = descriptors
-        self._shapes = None if a is None or b is None else (a.shape, a.strides, b.shape, b.strides)
+        self._a = None if a is None else Tiles(a.shape, a.strides)
+        self._b = None if b is None else Tiles(b.shape, b.strides)
         # Where rows arrive is the turn's own, and stays where it is.
         self._rows = None if rows is None else Tile(rows.base.data_ptr(), rows.shape, rows.strides)
 
-    def launch(self, operands: Operands, turn: Turn | None) -> None:
+    def launch(self, at: Addresses, table: torch.Tensor) -> None:
         """Queue it with these addresses."""
-        x, weight = operands.x.data_ptr(), operands.weight.data_ptr()
-        a = b = None
-        if self._shapes is not None:
-            a_shape, a_strides, b_shape, b_strides = self._shapes
-            a, b = Tile(x, a_shape, a_strides), Tile(weight, b_shape, b_strides)
+        x, weight, out, bias, scale_x, scale_weight, index = at
         self._launcher.launch(
-            self._grid, x, weight, operands.out.data_ptr(), *side_addresses(operands),
-            rows_argument(operands, self._num_rows), *self._numbers,
-            a, self._rows, b, 0, table_of(turn, operands.x.device),
+            self._grid, x, weight, out, bias, scale_x, scale_weight, index or self._num_rows, *self._numbers,
+            None if self._a is None else self._a[x], self._rows, None if self._b is None else self._b[weight],
+            0, table,
         )  # fmt: skip
 
 
-_plain: Kept[_Prepared | Prepared] = Kept()
+PreparedGemm = _Prepared | Prepared
+_plain: Kept[PreparedGemm] = Kept()
 """Launches without a turn; those with one are kept by it, and go with it."""
 
 

@@ -14,8 +14,10 @@ from tileflux.kernels.turns import Turn
 from tileflux.symm.group import Group
 
 __all__ = [
+    "Addresses",
     "Launch",
     "address",
+    "addresses",
     "constants",
     "fetches_tiles",
     "is_virtual",
@@ -116,6 +118,17 @@ def side_addresses(operands: Operands) -> tuple[int, int, int]:
     """Of bias and scales; 0 for what there is none of."""
     bias = operands.bias if operands.adds_bias else None
     return address(bias), address(operands.scale_x), address(operands.scale_weight)
+
+
+Addresses = tuple[int, int, int, int, int, int, int]
+"""Of x, weight, out, bias, both scales, and the list of grouped rows: all that differs between launches of a kind."""
+
+
+def addresses(operands: Operands) -> Addresses:
+    """What a prepared launch is queued with; 0 for what there is none of."""
+    index = 0 if operands.groups is None else operands.groups.index.data_ptr()
+    x, weight, out = operands.x.data_ptr(), operands.weight.data_ptr(), operands.out.data_ptr()
+    return x, weight, out, *side_addresses(operands), index
 
 
 def address(tensor: torch.Tensor | None) -> int:

@@ -99,16 +99,18 @@ class DeviceTables:
     """Rows of numbers that kernels read, in memory allocated once: the hot path must not allocate."""
 
     def __init__(self, device: torch.device, num_words: int) -> None:
-        self._on_gpu = device.type == "cuda"
+        self.on_gpu = device.type == "cuda"
         self._device = torch.empty((_NUM_ROWS, num_words), dtype=torch.int64, device=device)
         self._views = self._device.unbind()
         self._free = list(range(_NUM_ROWS))
         self._rows: dict[Hashable, int] = {}
         self._captured: set[Hashable] = set()
+        self.num_evictions = 0
+        """How often rows were taken from those that had them: until the next time, what was found stays."""
 
     def find(self, key: Hashable, words: Callable[[], Sequence[int]]) -> torch.Tensor:
         """The row of ``key``, filled with ``words()`` if it is new."""
-        capturing = self._on_gpu and torch.cuda.is_current_stream_capturing()
+        capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
         row = self._rows.get(key)
         if row is None:
             if capturing:
@@ -122,7 +124,7 @@ class DeviceTables:
         if not self._free:
             self._make_room()
         row = self._free.pop()
-        if self._on_gpu:
+        if self.on_gpu:
             launch_fill(self._views[row], words)
         else:
             self._views[row].copy_(torch.tensor(words, dtype=torch.int64))
@@ -133,3 +135,4 @@ class DeviceTables:
         if not old:
             raise ValueError(f"CUDA graphs of this group hold {_NUM_ROWS} different lists of per-rank sizes; close it")
         self._free = [self._rows.pop(key) for key in old]
+        self.num_evictions += 1

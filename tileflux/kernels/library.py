@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_host
-from tileflux.kernels.gemm_launch import launch_gemm
+from tileflux.kernels.gemm_launch import PreparedGemm, launch_gemm
 from tileflux.kernels.launch import on_host
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.roles import PLAIN
@@ -38,14 +38,14 @@ def multiply(operands: Operands, config: GemmConfig) -> None:
         multiply_tiles(operands, config)
 
 
-def multiply_tiles(operands: Operands, config: GemmConfig) -> None:
-    """Fill ``operands.out`` with our own main loop."""
+def multiply_tiles(operands: Operands, config: GemmConfig) -> PreparedGemm | None:
+    """Fill ``operands.out`` with our own main loop. Returns the launch, if there was one and it can be repeated."""
     if 0 in operands.out.shape:
-        return
-    if on_host(operands.out):
-        gemm_host.run_gemm(operands, PLAIN, config)
-    else:
-        launch_gemm(operands, PLAIN, config)
+        return None
+    if not on_host(operands.out):
+        return launch_gemm(operands, PLAIN, config)
+    gemm_host.run_gemm(operands, PLAIN, config)
+    return None
 
 
 def _multiply_with_torch(operands: Operands) -> None:

@@ -9,7 +9,7 @@ another one, or programs are interpreted, or somebody listens to launches, launc
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from triton import knobs
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
-__all__ = ["Kept", "Launcher", "Tile", "launch_step", "relaunchable"]
+__all__ = ["Kept", "Launcher", "Tile", "Tiles", "launch_step", "relaunchable"]
 
 _KNOWS_LAUNCHER = triton.__version__.startswith("3.6.")
 _MAX_KEPT = 1024
@@ -46,29 +46,56 @@ class Kept(dict[Hashable, Value], Generic[Value]):
 class Launcher:
     """A compiled and loaded kernel on one GPU, with the constants it was compiled for."""
 
-    __slots__ = ("_constants", "_device", "_function", "_metadata", "_run")
+    __slots__ = ("_constants", "_device", "_first", "_run", "_tiles")
 
     def __init__(self, compiled: Any, device: int, constants: tuple[Any, ...]) -> None:
-        self._run, self._function, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
         self._device, self._constants = device, constants
+        self._run, self._first, self._tiles = _innermost(compiled)
 
-    def launch(self, grid: int, *arguments: object) -> None:
+    def launch(self, grid: int, *arguments: Any) -> None:
         """Queue ``grid`` programs on the current stream."""
-        self._run(
-            grid, 1, 1, raw_stream(self._device), self._function, self._metadata, None, None, None,
-            *arguments, *self._constants,
-        )  # fmt: skip
+        if self._tiles:
+            given = list(arguments)
+            for place, meta in self._tiles:
+                given[place : place + 1] = arguments[place].parts(meta)
+            arguments = tuple(given)
+        self._run(grid, 1, 1, raw_stream(self._device), *self._first, *arguments, *self._constants)
+
+
+def _innermost(compiled: Any) -> tuple[Any, tuple[Any, ...], tuple[tuple[int, Any], ...]]:
+    """What launches a compiled kernel, what that takes between stream and arguments, and which arguments are tiles.
+
+    Triton's launcher looks for memory that most kernels do not need, and fills the descriptor of every tile at every
+    launch: past it, a tile that has been launched before has its own. Tiles are listed from the last to the first.
+    """
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    run, function, metadata = compiled.run, compiled.function, (compiled.packed_metadata, None, None, None)
+    if type(run) is not CudaLauncher or run.global_scratch_size or run.profile_scratch_size:
+        return run, (function, *metadata), ()
+    launch = run.launch
+    tiles: tuple[tuple[int, Any], ...] = ()
+    names = launch.__code__.co_freevars if hasattr(launch, "__code__") else ()
+    if "tensordesc_indices" in names:  # as ``wrap_handle_tensordesc`` makes it
+        kept = dict(zip(names, (cell.cell_contents for cell in launch.__closure__), strict=True))
+        places = sorted(kept["tensordesc_indices"])
+        launch, tiles = kept["launcher"], tuple(zip(places, kept["tensordesc_meta"], strict=True))[::-1]
+    return launch, (function, run.launch_cooperative_grid, run.launch_pdl, None, None, *metadata), tiles
 
 
 class Tile:
-    """What the launcher reads of a ``TensorDescriptor``, without the tensor and the checks of one."""
+    """What the launcher reads of a ``TensorDescriptor``, without the tensor and the checks of one.
 
-    __slots__ = ("_address", "shape", "strides")
+    It belongs to one argument of one kernel.
+    """
+
+    __slots__ = ("_address", "_parts", "shape", "strides")
 
     padding = "zero"
 
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    def __init__(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> None:
         self._address, self.shape, self.strides = address, shape, strides
+        self._parts: list[Any] | None = None
 
     @property
     def base(self) -> Tile:
@@ -78,6 +105,28 @@ class Tile:
     def data_ptr(self) -> int:
         """Where it begins."""
         return self._address
+
+    def parts(self, meta: Any) -> list[Any]:
+        """What a kernel takes in its place, made once: ``meta`` is what Triton knows of the argument."""
+        if self._parts is None:
+            from triton.backends.nvidia.driver import make_tensordesc_arg
+
+            self._parts = make_tensordesc_arg(self, meta)
+        return self._parts
+
+
+class Tiles(dict[int, Tile]):
+    """The tiles of one argument of a kernel, by address; those of the same tensors come again and again."""
+
+    def __init__(self, shape: Sequence[int], strides: Sequence[int]) -> None:
+        super().__init__()
+        self._shape, self._strides = shape, strides
+
+    def __missing__(self, address: int) -> Tile:
+        if len(self) >= _MAX_KEPT:
+            self.clear()
+        made = self[address] = Tile(address, self._shape, self._strides)
+        return made
 
 
 def relaunchable(kernel: Any) -> bool:

@@ -14,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from tileflux.config import GemmConfig
 from tileflux.kernels import steps
+from tileflux.kernels.again import Launched
 from tileflux.kernels.beside import beside, join
 from tileflux.kernels.dense import load_steps, multiply, num_feeders, pipelined_tiles, run, sends_by_copies
 from tileflux.kernels.gemm_launch import launch_gemm
@@ -37,26 +39,26 @@ __all__ = ["behind_count", "num_summers", "own_part", "run_scatter", "run_spread
 
 def run_scatter(
     group: Group, operands: Operands, rows: tuple[int, ...], strategy: str, config: GemmConfig, op: str = "gemm_rs"
-) -> None:
-    """Multiply and reduce-scatter; ``operands.out`` has this rank's rows."""
+) -> Launched | None:
+    """Multiply and reduce-scatter; ``operands.out`` has this rank's rows. Returns what can be launched again."""
     if strategy == "sequential" or group.world_size == 1:
         mine = own_part(operands, sum(rows))
         multiply(group, mine, config)
         sizes = tuple(count * operands.num_columns * mine.out.element_size() for count in rows)
         reduce(group, op, mine.out, operands.out, reduce_plan(group.rank, sizes, scatter=True))
-        return
+        return None
     if sends_by_copies(group):
-        _copy_finished(group, operands, rows, strategy, config)
-        return
+        return _copy_finished(group, operands, rows, strategy, config)
     by_tile = on_host(group) or (strategy == "fused" and not config.sums_apart)
     tiles = config if strategy == "fused" and by_tile else pipelined_tiles(config)
     here = turn(group, scatter_shards("gemm_rs", rows, operands.num_columns, operands.out.element_size(), tiles))
     if by_tile:
-        run(operands, SCATTER, tiles, group, here, releases=True)
-    elif strategy == "fused":
-        _send_finished(group, operands, config, here)
-    else:
-        _push_finished(group, operands, config, here)
+        launch = run(operands, SCATTER, tiles, group, here, releases=True)
+        return None if launch is None else Launched(launch, here)
+    if strategy == "fused":
+        return _send_finished(group, operands, config, here)
+    _push_finished(group, operands, config, here)
+    return None
 
 
 def run_spread(group: Group, operands: Operands, config: GemmConfig) -> None:
@@ -79,16 +81,26 @@ def _push_finished(group: Group, operands: Operands, config: GemmConfig, here: T
     sum_all(group, here, operands.out)
 
 
-def _send_finished(group: Group, operands: Operands, config: GemmConfig, here: Turn) -> None:
+def _send_finished(group: Group, operands: Operands, config: GemmConfig, here: Turn) -> Launched | None:
     """Multiply, storing tiles at their owners, and sum when all ranks' have come.
 
     No program of the product waits for anybody: those that have begun hold no SM that a rank which is late needs, and
     there may be more of them than fit.
     """
     load_steps(group, here, operands)
+    given = (group, here, operands.x, operands.scale_x, operands.out)
+    _open(*given)
+    launch = launch_gemm(operands, SEND, config, group=group, turn=here)
+    _sum(*given)
+    return None if launch is None else Launched(launch, here, before=_open, after=_sum)
+
+
+def _open(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor) -> None:
     steps.launch_open(here, group.world_size)
-    launch_gemm(operands, SEND, config, group=group, turn=here)
-    sum_all(group, here, operands.out)
+
+
+def _sum(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor) -> None:
+    sum_all(group, here, out)
 
 
 def sum_all(group: Group, here: Turn, out: torch.Tensor) -> None:
@@ -100,40 +112,65 @@ def sum_all(group: Group, here: Turn, out: torch.Tensor) -> None:
         steps.launch_release(here, group.world_size)  # nobody sends
 
 
-def _copy_finished(group: Group, operands: Operands, rows: tuple[int, ...], strategy: str, config: GemmConfig) -> None:
+def _copy_finished(
+    group: Group, operands: Operands, rows: tuple[int, ...], strategy: str, config: GemmConfig
+) -> Launched | None:
     """Multiply into memory of one's own, from which the copy engine sends each shard as soon as it is complete."""
-    out, rank, world_size = operands.out, group.rank, group.world_size
+    out, rank = operands.out, group.rank
     plan = scatter_shards("gemm_rs", rows, out.shape[1], out.element_size(), pipelined_tiles(config), by_copies=True)
     here = turn(group, plan)
     load_steps(group, here, operands)
-    here.count_call()
-    steps.launch_open(here, world_size)
-    opened = torch.cuda.current_stream(group.device).record_event()
-    owners = [(rank + 1 + hop) % world_size for hop in range(world_size - 1)]
+    given = (group, here, operands.x, operands.scale_x, out)
+    _open_counted(*given)
     if strategy == "fused":
         # In front of what waits for it: a kernel that has to be loaded is not loaded while another waits.
-        launch_gemm(operands, STAGE, config, group=group, turn=here)
-        num_columns = -(-out.shape[1] // config.block_n)
-        owners = [owner for owner in owners if rows[owner]]
-        for owner in owners:
-            num_tiles = -(-rows[owner] // config.block_m) * num_columns
-            with behind_count(group, here, opened, owner, num_tiles):
-                _send_shard(here, owner, out)
-        if owners:
-            join(group, closing=True)
-    else:
-        mine = dataclasses.replace(operands, out=here.staging(out.dtype, out.shape[1]))
-        for owner in owners:
-            multiply(group, _shard_of(mine, here, owner, mine.out), config)
-            with beside(group):
-                _send_shard(here, owner, out)
-        own_slot = here.slot(rank, rank, out.dtype, out.shape[1], 0)
-        multiply(group, dataclasses.replace(_shard_of(mine, here, rank, mine.out), out=own_slot[: rows[rank]]), config)
+        launch = launch_gemm(operands, STAGE, config, group=group, turn=here)
+        send = partial(_send_counted, config)
+        send(*given)
+        return None if launch is None else Launched(launch, here, before=_open_counted, after=send)
+    mine = dataclasses.replace(operands, out=here.staging(out.dtype, out.shape[1]))
+    for owner in _others(group):
+        multiply(group, _shard_of(mine, here, owner, mine.out), config)
+        with beside(group):
+            _send_shard(here, owner, out)
+    own_slot = here.slot(rank, rank, out.dtype, out.shape[1], 0)
+    multiply(group, dataclasses.replace(_shard_of(mine, here, rank, mine.out), out=own_slot[: rows[rank]]), config)
+    _sum_copied(group, here, out)
+    return None
+
+
+def _others(group: Group) -> list[int]:
+    """The next rank first."""
+    return [(group.rank + 1 + hop) % group.world_size for hop in range(group.world_size - 1)]
+
+
+def _open_counted(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor) -> None:
+    here.count_call()
+    steps.launch_open(here, group.world_size)
+    here.opened = torch.cuda.current_stream(group.device).record_event()
+
+
+def _send_counted(
+    config: GemmConfig, group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Send each shard when its tiles have been counted; then sum."""
+    rows, num_columns = here.plan.rows, -(-out.shape[1] // config.block_n)
+    owners = [owner for owner in _others(group) if rows[owner]]
+    for owner in owners:
+        num_tiles = -(-rows[owner] // config.block_m) * num_columns
+        with behind_count(group, here, here.opened, owner, num_tiles):
+            _send_shard(here, owner, out)
+    if owners:
+        join(group, closing=True)
+    _sum_copied(group, here, out)
+
+
+def _sum_copied(group: Group, here: Turn, out: torch.Tensor) -> None:
     # Before what has been sent is waited for: peers' sums come at the same time, the other way.
-    if rows[rank]:
-        steps.launch_sum(here, out, num_summers(group), world_size)
+    if here.plan.rows[group.rank]:
+        steps.launch_sum(here, out, num_summers(group), group.world_size)
     else:
-        steps.launch_release(here, world_size)  # nobody sends
+        steps.launch_release(here, group.world_size)  # nobody sends
     join(group)
 
 

@@ -22,7 +22,7 @@ from tileflux.symm.group import Group
 from tileflux.symm.host_signal import HostWords, wrap
 from tileflux.symm.stream_copy import write_flag
 
-__all__ = ["Turn", "turn"]
+__all__ = ["Turn", "is_in_place", "turn"]
 
 _MAX_TURNS = 1024
 _own: weakref.WeakKeyDictionary[Group, list[torch.Tensor]] = weakref.WeakKeyDictionary()
@@ -59,11 +59,20 @@ def turn(group: Group, plan: ShardPlan) -> Turn:
                 f"{plan.op}: these sizes are new to the group: make the call once before capturing it in a CUDA graph"
             )
         if len(known) >= _MAX_TURNS:
+            for forgotten in known.values():
+                forgotten.is_known = False
             known.clear()
         found = known[plan] = Turn(group, plan)
     # On the caller's stream: whatever the call launches, on whichever stream, comes after the upload.
     found.table = _find_table(group, found)
     return found
+
+
+def is_in_place(turn: Turn) -> bool:
+    """Whether asking for the turn again would find it, with its table as it is, and no graph would need to hold it."""
+    if not turn.is_known or turn.tables.num_evictions != turn.num_evictions:
+        return False
+    return not (turn.tables.on_gpu and torch.cuda.is_current_stream_capturing())
 
 
 def _own_memory(group: Group, nbytes: int) -> torch.Tensor:
@@ -82,7 +91,9 @@ def _find_table(group: Group, turn: Turn) -> torch.Tensor:
     tables = _tables.get(group)
     if tables is None:
         tables = _tables[group] = DeviceTables(group.device, TABLE.num_words(group.world_size))
-    return tables.find(turn.key, turn.words)
+    found = tables.find(turn.key, turn.words)
+    turn.tables, turn.num_evictions = tables, tables.num_evictions
+    return found
 
 
 class Turn:
@@ -111,10 +122,17 @@ class Turn:
         self.key = (plan, *addresses)
         self.table: torch.Tensor
         """The plan as kernels read it; set by ``turn``."""
+        self.tables: DeviceTables
+        """Whose row that is, and had been given to nobody else when they had evicted so many times."""
+        self.num_evictions: int
+        self.is_known = True
+        """Whether ``turn`` still finds it; it may have been forgotten for others."""
         self.launches: Kept[Any] = Kept()
         """What ``launch_gemm`` keeps for the next call."""
         self._views: Kept[torch.Tensor] = Kept()
         self._number: int | None = None
+        self.opened: torch.cuda.Event
+        """When the running call was opened, where copies send its products as they are counted."""
 
     @property
     def group(self) -> Group:

@@ -20,6 +20,7 @@ __all__ = [
     "check_tensor",
     "dense",
     "guarded",
+    "stopped",
     "sum_in_rank_order",
 ]
 
@@ -152,5 +153,11 @@ class guarded:  # noqa: N801 - reads as a statement: ``with guarded(group):``
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._device.__exit__(None, None, None)
-        if error is not None and not isinstance(error, ValueError):
-            self._group.mark_broken(error)
+        if error is not None:
+            stopped(self._group, error)
+
+
+def stopped(group: Group, error: BaseException) -> None:
+    """``error`` stopped a collective: as ``guarded`` says."""
+    if not isinstance(error, ValueError):
+        group.mark_broken(error)

@@ -12,9 +12,10 @@ import torch
 from torch.autograd import forward_ad
 
 from tileflux.config import GemmConfig, GemmProblem
+from tileflux.kernels.again import Again, Launched, make_again
 from tileflux.kernels.groups import Groups
 from tileflux.kernels.operands import ELEMENTS, Operands
-from tileflux.ops._call import check_tensor
+from tileflux.ops._call import check_out, check_tensor, stopped
 from tileflux.symm.group import Group
 from tileflux.tune.lookup import STRATEGIES, Choice, lookup, num_readings
 
@@ -23,14 +24,17 @@ __all__ = [
     "FLOATS",
     "Decided",
     "Inputs",
+    "Known",
     "as_lists",
     "as_scale",
+    "call_again",
     "call_key",
     "check_dense",
     "check_strategy",
     "choose",
     "config_from",
     "config_text",
+    "has_numbers",
     "make_inputs",
     "make_operands",
     "out_type",
@@ -59,11 +63,32 @@ class Inputs(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """What follows from a call's shapes and types: kept for the next such call."""
+    """What follows from a call's shapes and types."""
 
     problem: GemmProblem
     choice: Choice
     out_dtype: torch.dtype
+
+
+@dataclasses.dataclass(slots=True)
+class Known:
+    """What is kept of a call for the next one with the same ``call_key``."""
+
+    decided: Decided
+    rows: tuple[int, ...] = ()
+    takes_numbers: bool = False
+    """A scale is given as a number, and becomes another tensor in every call."""
+    again: Again | None = None
+    """What makes it once more past all decisions, if that is possible."""
+
+    def keep(self, launched: Launched | None, group: Group | None, inputs: Inputs, operands: Operands) -> None:
+        """What was launched for ``inputs``, which have become ``operands``."""
+        self.again = None if self.takes_numbers else make_again(launched, group, inputs, operands)
+
+
+def has_numbers(*scales: object) -> bool:
+    """Whether any of them is a number."""
+    return any(isinstance(scale, (int, float)) for scale in scales)
 
 
 def make_inputs(
@@ -109,6 +134,33 @@ def _is_eager() -> bool:
         and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
     )
+
+
+def call_again(
+    op: str, known: Known | None, group: Group | None, tensors: tuple[Any, ...], out: Any
+) -> torch.Tensor | None:
+    """The result of a call that is known, by what an earlier one launched; None if it must go the long way.
+
+    ``tensors`` are x, the weight, the bias and both scales.
+    """
+    again = None if known is None else known.again
+    if again is None:
+        return None
+    x, weight, bias, *_ = tensors
+    if (group is not None and group.check_calls) or not again.fits(x, weight, out):
+        return None
+    result = check_out(op, out, again.shape, x, dtype=again.dtype, others=(weight, bias))
+    if group is None:
+        again.launch(None, tensors, result)
+        return result
+    group.ensure_usable()
+    group.order_stream()
+    try:
+        again.launch(group, tensors, result)
+    except BaseException as error:
+        stopped(group, error)
+        raise
+    return result
 
 
 def check_dense(

@@ -60,13 +60,22 @@ def ag_gemm(
     rank's rows and is gathered with them. ``return_gathered=True``: (result, all ranks' rows).
     """
     single = isinstance(weight, torch.Tensor)
+    sizes = None if sizes is None else tuple(sizes)
+    options = (sizes, activation, out_dtype, strategy, config, return_gathered)
+    given: Any = (x, weight, bias, scale_x, scale_weight)
+    if single:
+        key = _dense.call_key(given, group, *options)
+        known = None if key is None else _known.find(key)  # the compiler would guard all that is kept
+        result = _dense.call_again("ag_gemm", known, group, given, out)
+        if result is not None:
+            return result
     weights = [weight] if isinstance(weight, torch.Tensor) else list(weight)
     lists = _dense.as_lists("ag_gemm", weights, single, bias=bias, scale_weight=scale_weight, out=out)
     biases, scales, outs = lists["bias"], lists["scale_weight"], lists["out"]
-    sizes = None if sizes is None else tuple(sizes)
-    tensors, counts = (x, scale_x, *weights, *biases, *scales), (len(weights), len(biases))
-    key = _dense.call_key(tensors, group, counts, sizes, activation, out_dtype, strategy, config)
-    known = None if key is None else _known.find(key)  # the compiler would guard all that is kept
+    if not single:
+        given = (x, scale_x, *weights, *biases, *scales)
+        key = _dense.call_key(given, group, *options, len(weights), len(biases))
+        known = None if key is None else _known.find(key)
     if known is None:
         rows = _check(x, weights, biases, scale_x, scales, group, sizes, activation)
         _dense.check_strategy("ag_gemm", strategy, config)
@@ -80,9 +89,10 @@ def ag_gemm(
         )  # fmt: skip
         results = torch.ops.tileflux.ag_gemm(*arguments) if not outs else _run(*arguments, outs)
         if key is not None:
-            _known.keep(key, (rows, _decide(inputs, group, rows, kind, strategy, config)))
+            decided = _decide(inputs, group, rows, kind, strategy, config)
+            _known.keep(key, _dense.Known(decided, rows, _dense.has_numbers(scale_x, *scales)))
     else:
-        results = _multiply(inputs, group, *known, return_gathered, outs)
+        results = _multiply(inputs, group, known, return_gathered, outs)
     gathered = results[len(weights) :]
     values = results[0] if single else tuple(results[: len(weights)])
     return (values, gathered[0]) if return_gathered else values
@@ -108,7 +118,7 @@ class _Inputs(NamedTuple):
         return _width(self.weights[index], self.activation)
 
 
-_known: Kept[tuple[tuple[int, ...], _dense.Decided]] = Kept()
+_known: Kept[_dense.Known] = Kept()
 
 
 def _check(
@@ -151,7 +161,7 @@ def _run(
     group, shards = group_by_name(group_name), tuple(rows)
     inputs = _Inputs(x, weights, biases, scale_x, scale_weights, activation)
     decided = _decide(inputs, group, shards, out_dtype, strategy, _dense.config_from(config))
-    return _multiply(inputs, group, shards, decided, return_gathered, outs or [])
+    return _multiply(inputs, group, _dense.Known(decided, shards), return_gathered, outs or [])
 
 
 def _decide(
@@ -170,12 +180,12 @@ def _decide(
 def _multiply(
     inputs: _Inputs,
     group: Group,
-    rows: tuple[int, ...],
-    decided: _dense.Decided,
+    known: _dense.Known,
     return_gathered: bool,
     outs: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    problem, choice, kind = decided
+    (problem, choice, kind), rows = known.decided, known.rows
+    given = inputs.part(0)
     x, scale_x = inputs.x, inputs.scale_x
     num_rows, depth = problem.m, problem.k
     results, others = [], (*inputs.weights, *inputs.biases)
@@ -197,7 +207,8 @@ def _multiply(
             for part in parts:
                 multiply_tiles(part, choice.config)
         else:
-            run_gather(group, parts, rows, choice.strategy, choice.config, gathered)
+            launched = run_gather(group, parts, rows, choice.strategy, choice.config, gathered)
+            known.keep(launched, group, given, parts[0])
     return results if gathered is None else [*results, gathered]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tileflux.config import GemmConfig
+from tileflux.kernels.again import Launched
 from tileflux.kernels.library import multiply_tiles
 from tileflux.kernels.prepared import Kept
 from tileflux.ops import _dense
@@ -44,23 +45,28 @@ def gemm(
     ``activation``: relu, gelu, silu, or swiglu over a packed weight. Scales go with fp8 and int8 and are numbers,
     scalar tensors, or fp32 vectors over rows of ``x`` and of ``weight``.
     """
-    key = _dense.call_key((x, weight, bias, scale_x, scale_weight), None, activation, out_dtype, config)
+    tensors = (x, weight, bias, scale_x, scale_weight)
+    key = _dense.call_key(tensors, None, activation, out_dtype, config)
     known = None if key is None else _known.find(key)  # the compiler would guard all that is kept
+    result = _dense.call_again("gemm", known, None, tensors, out)
+    if result is not None:
+        return result
     if known is not None:
-        return _multiply(_dense.make_inputs(x, weight, bias, scale_x, scale_weight), activation or "", known, out)
+        return _multiply(_dense.make_inputs(*tensors), activation or "", known, out)
     _dense.check_dense("gemm", x, weight, bias, scale_x, scale_weight, activation)
     _dense.check_strategy("gemm", "auto", config)
     kind = _dense.out_type("gemm", x, out_dtype)
     _dense.refuse_gradient("gemm", x, activation, weight, bias, scale_x, scale_weight)
     inputs = _dense.make_inputs(x, weight, bias, scale_x, scale_weight)
     arguments = (*inputs, activation or "", kind, _dense.config_text(config))
-    result: torch.Tensor = torch.ops.tileflux.gemm(*arguments) if out is None else _run(*arguments, out)
+    result = torch.ops.tileflux.gemm(*arguments) if out is None else _run(*arguments, out)
     if key is not None:
-        _known.keep(key, _decide(inputs, activation or "", kind, config))
+        decided, takes_numbers = _decide(inputs, activation or "", kind, config), _dense.has_numbers(*tensors[3:])
+        _known.keep(key, _dense.Known(decided, takes_numbers=takes_numbers))
     return result
 
 
-_known: Kept[_dense.Decided] = Kept()
+_known: Kept[_dense.Known] = Kept()
 
 
 @eager_only
@@ -76,7 +82,8 @@ def _run(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     inputs = _dense.Inputs(x, weight, bias, scale_x, scale_weight)
-    return _multiply(inputs, activation, _decide(inputs, activation, out_dtype, _dense.config_from(config)), out)
+    decided = _decide(inputs, activation, out_dtype, _dense.config_from(config))
+    return _multiply(inputs, activation, _dense.Known(decided), out)
 
 
 def _decide(
@@ -88,14 +95,14 @@ def _decide(
     return _dense.Decided(problem, _dense.choose(problem, "auto", config), out_dtype)
 
 
-def _multiply(
-    inputs: _dense.Inputs, activation: str, decided: _dense.Decided, out: torch.Tensor | None
-) -> torch.Tensor:
-    x, problem = inputs.x, decided.problem
+def _multiply(inputs: _dense.Inputs, activation: str, known: _dense.Known, out: torch.Tensor | None) -> torch.Tensor:
+    x, (problem, choice, kind) = inputs.x, known.decided
     others = (inputs.weight, inputs.bias)
-    out = check_out("gemm", out, (problem.m, problem.n), x, dtype=decided.out_dtype, others=others)
+    out = check_out("gemm", out, (problem.m, problem.n), x, dtype=kind, others=others)
+    operands = _dense.make_operands(inputs, out, activation)
     with torch.cuda.device(x.device if x.is_cuda else -1):
-        multiply_tiles(_dense.make_operands(inputs, out, activation), decided.choice.config)
+        launch = multiply_tiles(operands, choice.config)
+    known.keep(None if launch is None else Launched(launch), None, inputs, operands)
     return out
 
 

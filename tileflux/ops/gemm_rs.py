@@ -59,8 +59,11 @@ def gemm_rs(
     sizes = None if sizes is None else tuple(sizes)
     key = _dense.call_key(tensors, group, sizes, out_dtype, strategy, config)
     known = None if key is None else _known.find(key)  # the compiler would guard all that is kept
+    result = _dense.call_again("gemm_rs", known, group, tensors, out)
+    if result is not None:
+        return result
     if known is not None:
-        return _multiply(_dense.make_inputs(*tensors), group, *known, out)
+        return _multiply(_dense.make_inputs(*tensors), group, known, out)
     _dense.check_dense("gemm_rs", x, weight, bias, scale_x, scale_weight, None, group)
     _dense.check_strategy("gemm_rs", strategy, config)
     _dense.refuse_gradient("gemm_rs", x, None, weight, bias, scale_x, scale_weight)
@@ -71,13 +74,14 @@ def gemm_rs(
     kind = _dense.out_type("gemm_rs", x, out_dtype)
     inputs = _dense.make_inputs(*tensors)
     arguments = (*inputs, group.name, list(rows), kind, strategy, _dense.config_text(config))
-    result: torch.Tensor = torch.ops.tileflux.gemm_rs(*arguments) if out is None else _run(*arguments, out)
+    result = torch.ops.tileflux.gemm_rs(*arguments) if out is None else _run(*arguments, out)
     if key is not None:
-        _known.keep(key, (rows, _decide(inputs, group, kind, strategy, config)))
+        decided, takes_numbers = _decide(inputs, group, kind, strategy, config), _dense.has_numbers(*tensors[3:])
+        _known.keep(key, _dense.Known(decided, rows, takes_numbers))
     return result
 
 
-_known: Kept[tuple[tuple[int, ...], _dense.Decided]] = Kept()
+_known: Kept[_dense.Known] = Kept()
 
 
 @eager_only
@@ -96,7 +100,7 @@ def _run(
 ) -> torch.Tensor:
     group, inputs = group_by_name(group_name), _dense.Inputs(x, weight, bias, scale_x, scale_weight)
     decided = _decide(inputs, group, out_dtype, strategy, _dense.config_from(config))
-    return _multiply(inputs, group, tuple(rows), decided, out)
+    return _multiply(inputs, group, _dense.Known(decided, tuple(rows)), out)
 
 
 def _decide(
@@ -107,11 +111,9 @@ def _decide(
     return _dense.Decided(problem, _dense.choose(problem, strategy, config), out_dtype)
 
 
-def _multiply(
-    inputs: _dense.Inputs, group: Group, rows: tuple[int, ...], decided: _dense.Decided, out: torch.Tensor | None
-) -> torch.Tensor:
+def _multiply(inputs: _dense.Inputs, group: Group, known: _dense.Known, out: torch.Tensor | None) -> torch.Tensor:
     x, weight, bias, *_ = inputs
-    problem, choice, kind = decided
+    (problem, choice, kind), rows = known.decided, known.rows
     num_columns = problem.n
     out = check_out("gemm_rs", out, (rows[group.rank], num_columns), x, dtype=kind, others=(weight, bias))
     tile = (choice.config.block_m, choice.config.block_n)
@@ -119,7 +121,8 @@ def _multiply(
     if 0 not in (problem.m, num_columns):
         operands = _dense.make_operands(inputs, out, adds_bias=group.rank == 0)
         with guarded(group):
-            run_scatter(group, operands, rows, choice.strategy, choice.config)
+            launched = run_scatter(group, operands, rows, choice.strategy, choice.config)
+        known.keep(launched, group, inputs, operands)
     return out
 
 

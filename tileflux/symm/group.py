@@ -61,6 +61,7 @@ class Group:
         self._closed = False
         self._broken: BaseException | None = None
         self._last_stream: torch.cuda.Stream | None = None
+        self._last_handle: int | None = None
         transport.agree("group settings", (self.config, self.timeout_s, self.check_calls))
         self.guard = Guard(transport, self._workspace, self.timeout_s)
         self.mailbox = Mailbox(self._workspace, self.rank, self.world_size, self.config)
@@ -207,6 +208,9 @@ class Group:
         """
         if self.device.type != "cuda":
             return
+        handle: int = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if handle == self._last_handle:
+            return  # the stream of the last call, which was the right one then
         current = torch.cuda.current_stream(self.device)
         if self.stream is not None and current != self.stream:
             raise ValueError(
@@ -219,7 +223,7 @@ class Group:
             and not torch.cuda.is_current_stream_capturing()
         ):
             current.wait_stream(self._last_stream)
-        self._last_stream = current
+        self._last_stream, self._last_handle = current, handle
 
     def synchronize(self) -> None:
         """Wait for this rank's queued work and raise ``PeerTimeout`` if any of it gave up waiting."""

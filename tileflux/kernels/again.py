@@ -1,0 +1,118 @@
+"""A call made again: what it launched the last time, with the addresses of now.
+
+A call whose tensors are like an earlier one's, in types, shapes and strides, launches what that one launched. What may
+differ all the same is looked at before each: how addresses are aligned, whether the turn and its table are still in
+their places, who listens, records or captures, and how fp32 is to be multiplied. Wherever anything differs, the call
+goes the long way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tileflux.kernels.gemm_launch import PreparedGemm, relaunches_gemm
+from tileflux.kernels.gemm_shared import address, table_of
+from tileflux.kernels.loading import launching
+from tileflux.kernels.operands import Operands
+from tileflux.kernels.turns import Turn, is_in_place
+from tileflux.symm.group import Group
+
+__all__ = ["Again", "Launched", "make_again"]
+
+_ALIGNED = 16  # bytes: what TMA and the widest accesses want; launches of anything else are not kept here
+
+Step = Callable[[Group, Turn, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
+"""What is queued before or after the GEMM, given x, the scales of its rows, and out."""
+
+
+class Launched(NamedTuple):
+    """What a call has launched, where it can be launched again: one GEMM, and steps around it."""
+
+    gemm: PreparedGemm
+    turn: Turn | None = None
+    before: Step | None = None
+    after: Step | None = None
+
+
+def make_again(
+    launched: Launched | None, group: Group | None, given: Sequence[Any], operands: Operands
+) -> Again | None:
+    """What makes such a call again, if anything does.
+
+    ``given`` is what the caller passed for x, the weight, the bias and the scales: it must have come to the kernel as
+    it is. Whether it does depends on its types, shapes and strides.
+    """
+    if launched is None or (operands.x.data_ptr() | operands.weight.data_ptr() | operands.out.data_ptr()) % _ALIGNED:
+        return None
+    used = (operands.x, operands.weight, operands.bias, operands.scale_x, operands.scale_weight)
+    for mine, theirs in zip(used, given, strict=True):
+        if mine is not None and (not isinstance(theirs, torch.Tensor) or mine.data_ptr() != theirs.data_ptr()):
+            return None
+    return Again(launched, group, operands)
+
+
+class Again:
+    """Kept by whoever keeps the call's signature, which may outlive the group: it holds neither it nor its memory."""
+
+    __slots__ = (
+        "_adds_bias",
+        "_device",
+        "_gemm",
+        "_index",
+        "_launching",
+        "_precision",
+        "_steps",
+        "_turn",
+        "dtype",
+        "shape",
+    )
+
+    def __init__(self, launched: Launched, group: Group | None, operands: Operands) -> None:
+        self._gemm, here = launched.gemm, launched.turn
+        self._turn = None if here is None else weakref.ref(here)
+        self._steps = (launched.before, launched.after)
+        self._launching = launching(group)
+        self._device, self._adds_bias = operands.x.device, operands.adds_bias
+        self._index = self._device.index if self._device.type == "cuda" else None
+        self._precision = _precision() if operands.x.dtype is torch.float32 else None
+        self.shape, self.dtype = tuple(operands.out.shape), operands.out.dtype
+
+    def fits(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> bool:
+        """Whether everything is as it was, for a call whose signature is the same."""
+        if out is not None and type(out) is not torch.Tensor:
+            return False
+        if self._turn is not None:
+            here = self._turn()
+            if here is None or not is_in_place(here):
+                return False
+        addresses = x.data_ptr() | weight.data_ptr() | (0 if out is None else out.data_ptr())
+        return (
+            addresses % _ALIGNED == 0
+            and relaunches_gemm()
+            and (self._precision is None or self._precision == _precision())
+            and (self._index is None or self._index == torch.cuda.current_device())
+        )
+
+    def launch(self, group: Group | None, tensors: tuple[Any, ...], out: torch.Tensor) -> None:
+        """Queue it all, right after it was found to fit. ``tensors`` are x, the weight, the bias and both scales."""
+        x, weight, bias, scale_x, scale_weight = tensors
+        here = None if self._turn is None else self._turn()
+        before, after = self._steps
+        if before is not None and here is not None and group is not None:
+            before(group, here, x, scale_x, out)
+        at = (
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), address(bias) if self._adds_bias else 0,
+            address(scale_x), address(scale_weight), 0,
+        )  # fmt: skip
+        with self._launching:
+            self._gemm.launch(at, table_of(here, self._device))
+        if after is not None and here is not None and group is not None:
+            after(group, here, x, scale_x, out)
+
+
+def _precision() -> str:
+    return torch.backends.cuda.matmul.fp32_precision  # type: ignore[no-any-return]
