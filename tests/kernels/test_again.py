@@ -336,7 +336,7 @@ def test_what_copies_send_is_sent_again(world: World, op: str) -> None:
     for module in (dense, scatter):
         world.patch.setattr(module, "sends_by_copies", lambda group: True)
         world.patch.setattr(module, "load_steps", lambda *given: None)
-        world.patch.setattr(module, "join", lambda group: world.queued.append("join"))
+        world.patch.setattr(module, "join", lambda group, **how: world.queued.append("join"))
     world.patch.setattr(steps, "launch_close", lambda *given, **named: world.queued.append("launch_close"))
     world.patch.setattr(turns, "write_flag", lambda word, value: world.queued.append(f"flag {value > 0}"))
     world.patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
