@@ -18,7 +18,7 @@ import tileflux
 from tileflux import GemmConfig
 from tileflux.config import CONTROL
 from tileflux.errors import GroupBroken, MismatchError, PeerTimeout
-from tileflux.kernels import dense, gemm_host
+from tileflux.kernels import dense, gemm_host, scatter
 from tileflux.kernels.turns import Turn
 from tileflux.ops import _dense
 from tileflux.symm.group import Group
