@@ -285,3 +285,35 @@ def test_ranks_of_a_sum_choose_alike_by_measurements_too(op: str, data: st.DataO
     problem = dataclasses.replace(H200, op=op, m=2048, n=1024, k=1024)
     first, second = (look_up(entries, each) for each in (problem, dataclasses.replace(problem, k=k)))
     assert (first.strategy, first.algorithm, first.config) == (second.strategy, second.algorithm, second.config)
+
+
+@pytest.mark.parametrize(
+    ("op", "m", "n", "k", "strategy"),
+    [
+        ("ag_gemm", 1024, 12288, 12288, "sequential"),
+        ("ag_gemm", 2048, 12288, 12288, "fused"),
+        ("ag_gemm", 4096, 1536, 4096, "sequential"),
+        ("gemm_rs", 1024, 12288, 12288, "sequential"),
+        ("gemm_rs", 2048, 12288, 12288, "pipelined"),
+        ("gemm_rs", 4096, 4096, 1024, "sequential"),
+        ("gemm_ar", 8, 8192, 2048, "sequential"),
+        ("gemm_ar", 8192, 8192, 2048, "sequential"),
+        ("moe_gemm_rs", 8192, 8192, 2048, "fused"),
+    ],
+)
+def test_ranks_that_share_a_gpu_overlap_only_what_was_seen_to_pay(
+    op: str, m: int, n: int, k: int, strategy: str
+) -> None:
+    given = {**H100, "num_sms": 33}
+    shared = GemmProblem(op, m, n, k, 4, "bfloat16", link="same GPU", **given)
+    assert rule(shared).strategy == strategy
+    assert rule(dataclasses.replace(shared, link="NVLink")).strategy in ("fused", "sequential")
+    # On the CPU they share its cores, and nothing of this was measured.
+    assert rule(GemmProblem("ag_gemm", m, n, k, 4, "bfloat16", link="same process")).strategy == "fused"
+
+
+def test_sums_apart_and_fetched_tiles_are_for_ranks_that_share_a_gpu() -> None:
+    for op in ("gemm_rs", "gemm_ar", "moe_gemm_rs", "ag_gemm"):
+        for link in ("same GPU", "NVLink", "PCIe"):
+            config = rule(GemmProblem(op, 4096, 8192, 8192, 4, "bfloat16", link=link, **H100)).config
+            assert config.sums_apart == config.fetches == (link == "same GPU" and op != "ag_gemm")

@@ -45,6 +45,8 @@ _GATHERS = ("ag_gemm", "moe_ag_gemm")
 _SCATTERS = ("gemm_rs", "gemm_ar", "moe_gemm_rs")
 _SHARDED = ("ag_gemm", "gemm_rs", "gemm_ar")
 _SPAN_ROWS = 256
+_FEW_ROWS_SHARING = 256
+_SHORT_S, _LONG_S = 0.5e-3, 3e-3
 _num_readings = 0
 _TILE_SPEEDS = {(128, 256): 1.0, (128, 128): 0.94, (64, 128): 0.8}
 """How quickly an SM multiplies with them, docs/measured.md; in the order in which they are preferred."""
@@ -108,13 +110,14 @@ def _measured(problem: GemmProblem, match: store.Match, usual: Choice, where: st
 
 def rule(problem: GemmProblem) -> Choice:
     """The choice where nothing was measured."""
-    algorithm, strategy, reason = "", *_strategy(problem)
+    shared = problem.arch and problem.link == "same GPU"
+    algorithm, strategy, reason = "", *(_sharing_strategy(problem) if shared else _strategy(problem))
     if problem.op == "gemm_ar":
         itemsize = max(2, ITEMSIZE[problem.dtype])  # of the result, as long as nobody asks for another type
         incoming = problem.m * problem.n * itemsize * (problem.world_size - 1)
         small = incoming <= _ONE_SHOT_BYTES or problem.world_size <= 2
         algorithm = "one_shot" if small else "two_shot"
-        if small and incoming:
+        if small and incoming and not shared:
             strategy = "fused"
             reason = f"each rank takes in {incoming} bytes of partial sums: one step costs less than two"
     config = _tiles(problem)
@@ -203,6 +206,23 @@ def _strategy(problem: GemmProblem) -> tuple[str, str]:
     return "fused", f"{problem.rows_per_rank} rows per rank: tiles {how} {what}"
 
 
+def _sharing_strategy(problem: GemmProblem) -> tuple[str, str]:
+    """Where ranks share a GPU there is little to hide, and SMs that wait or copy are taken from a product.
+
+    As measured with 4 ranks on an H200, docs/measured.md.
+    """
+    usual = _strategy(problem)
+    if usual[0] == "sequential" or problem.op not in _SHARDED:
+        return usual
+    product_s = _product_s(problem)
+    if problem.rows_per_rank > _FEW_ROWS_SHARING:
+        if problem.op == "ag_gemm" and product_s > _SHORT_S:
+            return usual
+        if problem.op == "gemm_rs" and product_s > _LONG_S:
+            return "pipelined", f"ranks share a GPU, and a product of some {product_s * 1e3:.0f} ms hides what is sent"
+    return "sequential", "ranks share a GPU, and copies within it take less time than a product loses beside them"
+
+
 def _tiles(problem: GemmProblem) -> GemmConfig:
     if problem.arch == 0:
         # As large as keeps the cores busy: the library packs the weight anew for every tile.
@@ -273,5 +293,8 @@ def _comm_over_gemm(problem: GemmProblem) -> float:
     if 0 in (problem.m, problem.n, problem.k):
         return 0.0
     gathered = problem.m * problem.k * ITEMSIZE[problem.dtype] * (1 - 1 / problem.world_size)
-    product_s = 2 * problem.m * problem.n * problem.k / (max(1, problem.num_sms) * _FLOPS_PER_SM)
-    return gathered / _LINK_BYTES_PER_S.get(problem.link, _FAST) / product_s
+    return gathered / _LINK_BYTES_PER_S.get(problem.link, _FAST) / _product_s(problem)
+
+
+def _product_s(problem: GemmProblem) -> float:
+    return 2 * problem.m * problem.n * problem.k / (max(1, problem.num_sms) * _FLOPS_PER_SM)
