@@ -141,6 +141,28 @@ def _plant_same_half(patch: Patch) -> None:
     patch.setattr(steps, "slot", _same_half)
 
 
+@triton.jit
+def _hasty_announce_part(SHAPE: tl.constexpr, owner, chunk, num_rows, num_columns, table, SPEC: tl.constexpr):
+    """By the first tile, not the last."""
+    epoch = current_epoch(table, SPEC.world_size)
+    signal(flag_word(table, owner, word(table, RANK), chunk, SPEC.world_size), epoch + 1)
+
+
+@triton.jit
+def _await_nobody(table, chunk, WORLD: tl.constexpr):
+    """As if every peer's had come."""
+
+
+@triton.jit
+def _hasty_open_call(table, WORLD: tl.constexpr):
+    """As if every peer had finished the call before."""
+
+
+def _plant_announcement(patch: Patch) -> None:
+    for module in (policy, lang_combine):
+        patch.setattr(module, "announce_part", _hasty_announce_part)
+
+
 def _plant_scatter(**policies: Any) -> Callable[[Patch], None]:
     return lambda patch: patch.setattr(scatter, "SCATTER", replace(scatter.SCATTER, **policies))
 
@@ -165,6 +187,18 @@ BUGS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "a sum does not wait for a neighbour": (_plant_scatter(finish=_impatient_scatter_tile), "gemm_rs fused", 2),
     "halves do not alternate": (_plant_same_half, "gemm_rs fused", 2),
     "halves do not alternate, one_shot": (_plant_same_half, "gemm_ar one_shot", 2),
+    "the first tile announces all": (_plant_announcement, "gemm_rs fused, summed apart", 2),
+    "the first sum announces its slab": (_plant_announcement, "moe_gemm_rs fused, summed apart", 2),
+    "a sum apart waits for nobody": (
+        lambda p: p.setattr(steps, "_await_everyone", _await_nobody),
+        "gemm_rs fused, summed apart",
+        2,
+    ),
+    "tiles go to slots that are being read": (
+        lambda p: (p.setattr(steps, "open_call", _hasty_open_call), _plant_same_half(p)),
+        "gemm_rs fused, summed apart",
+        2,
+    ),
     "halves are the plan's": (_plant_halves_by_plan, "gemm_rs fused", 2),
     "flags are the plan's": (_plant_flags_by_plan, "gemm_rs fused", 3),
 }

@@ -42,7 +42,7 @@ COMM = CommConfig(num_lanes=2, slot_bytes=256, min_lane_bytes=64)
 TILES = GemmConfig(16, 16, 16, group_m=2, num_warps=4, num_sms=4, num_feeders=2)
 """Two programs that feed and two that multiply: the fewest that can get in each other's way."""
 SLABS = replace(TILES, num_chunks=2)
-APART = replace(SLABS, sums_apart=True)
+APART = replace(TILES, sums_apart=True)
 TALL = replace(TILES, block_m=512, num_chunks=2)
 """For shards of more than 256 rows, which is what a chunk holds at least; a tile is cut off at the end of its chunk."""
 
@@ -275,7 +275,7 @@ PROTOCOLS: dict[str, tuple[Call, ...]] = {
     "moe_ag_gemm fused": _EXPERTS,
     "moe_ag_gemm pipelined": _with(_EXPERTS[1:], strategy="pipelined"),
     "moe_gemm_rs fused": _COMBINE,
-    "moe_gemm_rs fused, summed apart": _with(_COMBINE, config=APART),
+    "moe_gemm_rs fused, summed apart": _with(_COMBINE, config=replace(APART, num_chunks=2)),
     "gemm_rs fused": _SCATTER,
     "gemm_rs fused, summed apart": _with(_SCATTER, config=APART),
     "gemm_rs pipelined": _with(_SCATTER, strategy="pipelined"),
