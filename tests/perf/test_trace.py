@@ -143,6 +143,8 @@ def span(owner: int, turn: int = 0) -> TileSpan:
 )
 def test_what_a_tile_does_in_words(op: str, tile: TileSpan, wait: str, finish: str) -> None:
     timeline = replace(without_tiles(), op=op, ranks=(RankTimeline(0, 1, (tile,), 3.0),))
+    apart = "keep" if finish == "sum" else finish
+    assert finish_name(replace(timeline, sums_tiles=False), 0, tile) == apart, "where what is behind the product sums"
     assert (wait_name(timeline, tile), finish_name(timeline, 0, tile)) == (wait, finish)
     assert [event["name"] for event in events_of(timeline, "X")] == [wait, f"compute rank {tile.owner}", finish]
 

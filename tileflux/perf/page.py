@@ -226,6 +226,7 @@ def _drawn(timeline: Timeline) -> dict[str, Any]:
         "end": timeline.end,
         "unitWord": timeline.unit_word,
         "sendsTiles": timeline.sends_tiles,
+        "sumsTiles": timeline.sums_tiles,
         "ranks": [_drawn_rank(rank, timeline.end) for rank in timeline.ranks],
         "transfers": [
             [t.source, t.target, t.chunk, _nanoseconds(t.begin), _nanoseconds(t.end), t.nbytes]

@@ -19,7 +19,7 @@ function drawLegend() {
   const finish = (colour) => (pen) => { solid(colourOf(0))(pen); pen.fillStyle = colour; pen.fillRect(9, 0, 5, 14); };
   entry("waiting", (pen) => solid(hatch(pen))(pen));
   entry(MAIN.sendsTiles ? "sending" : "storing", finish(edgeOf(0)));
-  if (MAIN.sendsTiles) entry("summing", finish(theme.sum));
+  if (MAIN.sendsTiles && MAIN.sumsTiles) entry("summing", finish(theme.sum));
   if (MAIN.transfers.length) entry("chunk arrives", (pen) => {
     pen.fillStyle = theme.soft;
     pen.beginPath();
@@ -103,8 +103,9 @@ function drawShares() {
   const ranks = shownRanks(MAIN), all = ranks.reduce((sum, rank) => sum + rank.units, 0) || 1;
   document.getElementById("shares-of").textContent = (all === 1 ? "" : `${all} `) + unitWord(MAIN, all);
   const mean = [0, 1, 2].map((state) => ranks.reduce((sum, rank) => sum + rank.units * rank.total[state], 0) / all);
+  const finishing = !MAIN.sendsTiles ? "storing" : MAIN.sumsTiles ? "sending, summing" : "sending";
   const parts = [
-    ["computing", mean[0], theme.computing], [MAIN.sendsTiles ? "sending, summing" : "storing", mean[1], theme.finishing],
+    ["computing", mean[0], theme.computing], [finishing, mean[1], theme.finishing],
     ["waiting", mean[2], null], ["no tile", Math.max(0, 1 - mean[0] - mean[1] - mean[2]), theme.line],
   ];
   const bar = parts.map(([, share, colour]) =>

@@ -85,7 +85,8 @@ function tileText(rank, i, unit) {
   const { owner, chunk, m, n, turn, program } = rank.tiles, { timeline } = rank;
   const sends = timeline.sendsTiles;
   const whose = sends ? (owner[i] === rank.rank ? "own rows" : `for rank ${owner[i]}`) : (owner[i] === rank.rank ? "own rows" : `rows of rank ${owner[i]}`);
-  const finish = isSum(rank, i) ? "waited for peers, summed" : sends ? "sent" : "stored";
+  const kept = sends && owner[i] === rank.rank;
+  const finish = isSum(rank, i) ? "waited for peers, summed" : kept ? "kept" : sends ? "sent" : "stored";
   const pairs = [
     ["tile", `row ${m[i]}, column ${n[i]}`], ["on", `${timeline.unitWord} ${unit}, program ${program[i]}`],
     ["begins", time(rank.begin[i], 4)], ["waited", time(rank.ready[i] - rank.begin[i])],

@@ -261,7 +261,7 @@ function drawTiles(pen, { rank, row, y }, pattern, only) {
   }
 }
 
-const isSum = (rank, i) => rank.timeline.sendsTiles
+const isSum = (rank, i) => rank.timeline.sendsTiles && rank.timeline.sumsTiles
   && (rank.tiles.turn[i] === 1 || (rank.timeline.op === "gemm_rs" && rank.tiles.owner[i] === rank.rank));
 
 // Where a chunk arrives, a line through the tiles: those of its colour begin there.

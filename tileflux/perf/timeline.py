@@ -173,6 +173,8 @@ class Timeline:
     device_name: str
     ranks: tuple[RankTimeline, ...]
     transfers: tuple[Transfer, ...]
+    sums_tiles: bool = True
+    """Whether tiles of one's own rows are summed as they are finished; otherwise by what comes behind the product."""
 
     @property
     def end(self) -> float:

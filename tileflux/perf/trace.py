@@ -65,7 +65,7 @@ def finish_name(timeline: Timeline, rank: int, tile: TileSpan) -> str:
     if not timeline.sends_tiles:
         return "store"
     if tile.turn or (timeline.op == "gemm_rs" and tile.owner == rank):
-        return "sum"
+        return "sum" if timeline.sums_tiles else "keep"
     return f"send to rank {tile.owner}" if timeline.op == "gemm_rs" else "send"
 
 

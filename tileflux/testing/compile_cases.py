@@ -107,6 +107,7 @@ _STEPS = (
     _step("open", {}, {}, signals=False),
     _step("close", {"owner": "i32", "chunk": "i32", "num_tiles": "i32"}, {}),
     _step("await", {"source": "i32", "chunk": "i32"}, {}, signals=False),
+    _step("await_everyone", {"chunk": "i32"}, {}, signals=False),
     _step("push", {"partial": "i64", "nbytes": "i64", "owner": "i32"}, {"BLOCK": BLOCK}),
     _step(
         "sum",

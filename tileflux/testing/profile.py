@@ -14,6 +14,7 @@ from tileflux import device as device_info
 from tileflux import ops
 from tileflux.kernels.plan import split_rows
 from tileflux.kernels.recording import Launch, recording
+from tileflux.kernels.roles import SCATTER, SPREAD
 from tileflux.kernels.steps import read_clock
 from tileflux.perf.timeline import RankTimeline, TileSpan, Timeline, Transfer
 from tileflux.symm.group import Group
@@ -26,6 +27,7 @@ from tileflux.testing.timing import HEAD_START_S, Stopwatch, head_start, time_ro
 __all__ = ["CallRecord", "RankProfile", "merge", "profile"]
 
 _NUM_COST_ROUNDS = 10
+_SUMMING = (SCATTER.name, SPREAD.name)
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class CallRecord:
     transfers: tuple[Transfer, ...]
     cost: float
     """How much longer a recorded call takes than a plain one: 0.01 for one percent."""
+    sums_tiles: bool = True
+    """As a ``Timeline`` has it."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,8 @@ def _record_call(
         transfers += [_of_ghost(stamp, base, start, group.rank) for stamp in stamps]
     if strategy == "sequential" and case.op == "ag_gemm" and tiles:
         transfers += _gathered_before(group, case, start, min(tile.begin for tile in tiles))
-    return CallRecord(strategy, start, stop, tiles, tuple(transfers), cost)
+    sums_tiles = any(launch.role in _SUMMING for launch in launches)
+    return CallRecord(strategy, start, stop, tiles, tuple(transfers), cost, sums_tiles)
 
 
 def _meet(group: Group) -> None:
@@ -170,7 +175,7 @@ def merge(case: BenchCase, where: str, profiles: Sequence[RankProfile], world_si
         timelines.append(
             Timeline(
                 case.op, case.m, case.n, case.k, world_size, case.dtype, call.strategy, where,
-                profiles[0].device_name, ranks, transfers,
+                profiles[0].device_name, ranks, transfers, call.sums_tiles,
             )
         )  # fmt: skip
     return timelines
