@@ -20,15 +20,16 @@ class Queued:
     """In the place of launches, streams and copies: notes what is queued on which."""
 
     def __init__(
-        self, patch: pytest.MonkeyPatch, module: Any, role: Role, config: GemmConfig, rank: int, rows: tuple[int, ...]
-    ) -> None:
+        self, patch: pytest.MonkeyPatch, module: Any, role: Role, config: GemmConfig, rank: int, rows: tuple[int, ...],
+        *, by_copies: bool = True,
+    ) -> None:  # fmt: skip
         self.seen: list[tuple] = []
         self.plans: list[ShardPlan] = []
         self._role, self._config = role, config
         self._stream, self._num_events = "main", 0
         self.group = SimpleNamespace(
             device=torch.device("cuda"), rank=rank, world_size=len(rows), stream=None,
-            traits=SimpleNamespace(copies_need_sms=False),
+            traits=SimpleNamespace(copies_need_sms=not by_copies, num_sms=3),
         )  # fmt: skip
         patch.setattr(module, "turn", self._turn)
         for place in (module, dense):
@@ -38,7 +39,8 @@ class Queued:
         patch.setattr(module, "num_summers", lambda group: 6)
         patch.setattr(scatter, "beside", self._beside)
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=self._record))
-        for name in ("launch_open", "launch_close", "launch_sum", "launch_sum_slabs", "launch_release"):
+        names = ("launch_open", "launch_close", "launch_await_everyone")
+        for name in (*names, "launch_sum", "launch_sum_slabs", "launch_release"):
             patch.setattr(steps, name, self._step(name))
 
     def _join(self, group: object, *, closing: bool = False) -> None:
@@ -52,7 +54,8 @@ class Queued:
     def _step(self, name: str) -> Any:
         def launch(here: Any, *arguments: Any, chunk: int = 0) -> None:
             given = arguments[:2] if name == "launch_close" else ()
-            self.seen.append((self._stream, name, *given, *((chunk,) if given else ())))
+            told = (chunk,) if given or name == "launch_await_everyone" else ()
+            self.seen.append((self._stream, name, *given, *told))
 
         return launch
 

@@ -25,12 +25,7 @@ WIDE = [2**31, 2**32 + 3, -(2**32) + 1, 2**63 - 1, -(2**63)]
 """Nobody's, and some of them somebody's in 32 bits."""
 
 
-@pytest.fixture(autouse=True)
-def installed() -> None:
-    if env.interpreting():
-        from tileflux.testing import interpreter
-
-        interpreter.install()
+pytestmark = pytest.mark.usefixtures("interpreter_installed")
 
 
 @dataclass(frozen=True)

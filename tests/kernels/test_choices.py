@@ -18,12 +18,7 @@ INTERPRETED = {"TILEFLUX_CPU_BACKEND": "interpret"}
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.fixture(autouse=True)
-def installed() -> None:
-    if env.interpreting():
-        from tileflux.testing import interpreter
-
-        interpreter.install()
+pytestmark = pytest.mark.usefixtures("interpreter_installed")
 
 
 def drawn(

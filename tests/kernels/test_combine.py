@@ -15,7 +15,7 @@ from tileflux.config import GemmConfig
 from tileflux.kernels import combine
 from tileflux.kernels.groups import Groups
 from tileflux.kernels.operands import Operands
-from tileflux.kernels.roles import COMBINE, COMBINE_STAGE
+from tileflux.kernels.roles import COMBINE, COMBINE_SEND, COMBINE_STAGE
 from tileflux.kernels.shards import combine_shards
 from tileflux.symm.group import Group
 from tileflux.testing.dense_protocols import SLABS, CombineCall, simulate_protocol
@@ -67,13 +67,14 @@ def test_copies_give_the_bits_that_stores_give(world_size: int, num_slabs: int) 
     assert any(each.numel() and each.abs().max() > 0 for each in by_stores)
 
 
-def run(queued: Queued, rows: tuple[int, ...], num_columns: int) -> None:
+def run(queued: Queued, rows: tuple[int, ...], num_columns: int, config: GemmConfig = CONFIG) -> None:
     groups = Groups(torch.zeros(8, dtype=torch.int32), 1, 16, 32, sum(rows), 2)
     out = torch.empty(rows[queued.group.rank], num_columns)
     operands = Operands(torch.empty(32, 16), torch.empty(num_columns, 16), out, groups=groups)
-    combine.run_combine(queued.group, operands, rows, "fused", CONFIG)  # type: ignore[arg-type]
+    combine.run_combine(queued.group, operands, rows, "fused", config)  # type: ignore[arg-type]
     (plan,) = queued.plans
-    assert plan == combine_shards(COMBINE.name, rows, 32, num_columns, 4, CONFIG, by_copies=True)
+    how = {"by_slab": True} if config.sums_apart else {"by_copies": True}
+    assert plan == combine_shards(COMBINE.name, rows, 32, num_columns, 4, config, **how)
 
 
 def test_each_owners_slab_is_sent_behind_its_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,3 +121,16 @@ def test_virtual_ranks_and_the_cpu_do_not_send_by_copies(monkeypatch: pytest.Mon
         combine.run_combine(group, operands, (4, 4), "fused", CONFIG)
         by_copies, (role, named) = launched[-2:]
         assert not by_copies and role is COMBINE and named["releases"]
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_sums_apart_are_behind_one_program_that_waits_for_the_last_slab(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, config = (20, 5, 0, 33), dataclasses.replace(CONFIG, sums_apart=True)
+    queued = Queued(monkeypatch, combine, COMBINE_SEND, config, rank, rows, by_copies=False)
+    run(queued, rows, 40, config)
+    last = [("main", "launch_await_everyone", 1), ("main", "launch_sum_slabs")]
+    if not rows[rank]:
+        last = [("main", "launch_release")]
+    assert queued.seen == [("load",), ("main", "launch_open"), ("main", "gemm"), *last]

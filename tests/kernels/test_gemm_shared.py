@@ -23,7 +23,7 @@ from tileflux.kernels.gemm_shared import (
     table_of,
 )
 from tileflux.kernels.operands import Operands
-from tileflux.kernels.roles import COMBINE, COMBINE_SEND, GATHER, GATHERED, PLAIN, SCATTER, SPREAD
+from tileflux.kernels.roles import COMBINE, COMBINE_SEND, GATHER, GATHERED, PLAIN, SCATTER, SEND, SPREAD
 from tileflux.kernels.shards import gather_shards, scatter_shards, spread_shards
 
 CONFIG = GemmConfig(block_m=16, block_n=32, num_feeders=4)
@@ -87,6 +87,17 @@ def test_a_groups_share_of_the_gpu_bounds_its_programs() -> None:
     assert sms_for(group) == 6
     assert num_programs(CONFIG, group, GATHER, 160, turn) == (3, 3)
     assert num_programs(CONFIG, group, SCATTER, 160, turn) == (0, 6)
+
+
+@pytest.mark.parametrize(("fetches", "tiles", "programs"), [(False, 160, 160), (True, 160, 12), (True, 5, 5)])
+def test_programs_that_wait_for_nobody_may_be_more_than_fit(fetches: bool, tiles: int, programs: int) -> None:
+    traits = SimpleNamespace(num_sms=6, links=SHARED)
+    group = SimpleNamespace(traits=traits, device=torch.device("cuda"))
+    turn = planned(scatter_shards("op", (640, 640), 64, 2, CONFIG))
+    config = dataclasses.replace(CONFIG, fetches=fetches)
+    assert num_programs(config, group, SEND, tiles, turn) == (0, programs)
+    assert num_programs(dataclasses.replace(config, num_sms=4), group, SEND, 160, turn) == (0, 4), "what is asked for"
+    assert num_programs(config, group, SCATTER, tiles, turn) == (0, min(6, tiles)), "these wait"
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,7 @@ INTERPRETED = {"TILEFLUX_CPU_BACKEND": "interpret"}
 Found = tuple[SortedRows, Groups, torch.Tensor | None]
 
 
-@pytest.fixture(autouse=True)
-def installed() -> None:
-    if env.interpreting():
-        from tileflux.testing import interpreter
-
-        interpreter.install()
+pytestmark = pytest.mark.usefixtures("interpreter_installed")
 
 
 @dataclass(frozen=True)

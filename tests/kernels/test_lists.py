@@ -19,12 +19,7 @@ INTERPRETED = {"TILEFLUX_CPU_BACKEND": "interpret"}
 GARBAGE = (-1, -(2**31), 2**31 - 1)
 
 
-@pytest.fixture(autouse=True)
-def installed() -> None:
-    if env.interpreting():
-        from tileflux.testing import interpreter
-
-        interpreter.install()
+pytestmark = pytest.mark.usefixtures("interpreter_installed")
 
 
 def right_cut(counts: torch.Tensor, num_rows: int, block_m: int) -> torch.Tensor:

@@ -118,7 +118,8 @@ def test_configurations_survive_the_dispatcher() -> None:
         GemmConfig(fetches=True),
         GemmConfig(sums_apart=True),
     ):
-        assert _dense.config_from(_dense.config_text(config)) == config
+        # By what they say: a switch that has become a number is equal to one, and none.
+        assert repr(_dense.config_from(_dense.config_text(config))) == repr(config)
     assert _dense.config_text(dataclasses.replace(numbers, hopper=True)).startswith("32 64 16 1 2 3 4 5 6 7 0 0 1")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import html.parser
 import json
@@ -68,6 +69,7 @@ FUSED = gathered()
 PAGES = {
     "gathered": render(FUSED, measured(FUSED)),
     "scattered": render(scattered()),
+    "apart": render(dataclasses.replace(scattered(), sums_tiles=False)),
     "two": render(on_cpu("fused"), None, [on_cpu("sequential")]),
     "empty": render(without_tiles()),
     "silent": render(silent()),
@@ -219,7 +221,7 @@ def colours_in(png: bytes) -> Counter[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
-@pytest.mark.parametrize("name", ["gathered", "two", "empty"])
+@pytest.mark.parametrize("name", ["gathered", "scattered", "apart", "two", "empty"])
 def test_a_browser_draws_the_page_without_an_error(name: str, tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(PAGES[name])
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"]
@@ -235,3 +237,6 @@ def test_a_browser_draws_the_page_without_an_error(name: str, tmp_path: Path) ->
     # Blue and orange stand for ranks 0 and 1. The legend has some of each, their tiles have far more.
     enough = 0 if name == "empty" else 1000
     assert min(colours["0072b2"], colours["e69f00"]) >= enough
+    if name in ("scattered", "apart"):
+        # Of sums: where they are made elsewhere, neither the tiles nor the legend have any.
+        assert (colours["10131c"] > 100) == (name == "scattered")

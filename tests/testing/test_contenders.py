@@ -11,8 +11,10 @@ from tileflux import ops
 from tileflux.symm.group import Group
 from tileflux.testing import contenders as module
 from tileflux.testing import run_ranks
-from tileflux.testing.contenders import Suite, draw, gemm_suite, group_suite, product
+from tileflux.testing.contenders import draw, gemm_suite, group_suite, product
 from tileflux.tune.lookup import STRATEGIES
+
+from .suites import passes, try_all
 
 OURS = tuple(f"ours {strategy}" for strategy in STRATEGIES if strategy != "pipelined")
 SHAPES = {2: (64, 48, 32), 3: (65, 50, 34)}
@@ -20,28 +22,9 @@ SHAPES = {2: (64, 48, 32), 3: (65, 50, 34)}
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 
 
-def _passes(suite: Suite, name: str) -> bool:
-    (contender,) = (each for each in suite.contenders if each.name == name)
-    try:
-        contender.check()
-    except AssertionError:
-        return False
-    return True
-
-
 def _try_all(group: Group, op: str, shape: tuple[int, int, int], dtype: str) -> dict[str, object]:
-    """Run everything; nothing but a run turns a poisoned result into a right one."""
     suite = group_suite(group, op, shape, dtype, STRATEGIES)
-    for contender in suite.contenders:
-        suite.poison()
-        assert not _passes(suite, contender.name), f"{contender.name}: poison passes"
-        group.barrier()
-        contender.run()
-        contender.check()
-        group.barrier()
-    for part in suite.parts.values():
-        part()
-        group.barrier()
+    try_all(group, suite)
     return {
         "names": [contender.name for contender in suite.contenders],
         "parts": list(suite.parts),
@@ -115,7 +98,7 @@ def _off_by_a_little(group: Group, op: str, at: int) -> list[str]:
             suite.poison()
             group.barrier()
             contender.run()
-            if not _passes(suite, contender.name):
+            if not passes(suite, contender.name):
                 failed.append(contender.name)
     return failed
 
@@ -182,14 +165,14 @@ def test_a_plain_product_against_the_librarys(dtype: str, monkeypatch: pytest.Mo
     assert suite.auto == "" and suite.skipped == {}
     for contender in suite.contenders:
         suite.poison()
-        assert not _passes(suite, contender.name)
+        assert not passes(suite, contender.name)
         contender.run()
         contender.check()
     monkeypatch.setattr(ops, "gemm", lambda x, weight, out: out.copy_(torch.mm(x, weight.t()).roll(1, 0)))
     for name, is_right in (("torch", True), ("ours", False)):
         suite.poison()
         next(each for each in suite.contenders if each.name == name).run()
-        assert _passes(suite, name) == is_right
+        assert passes(suite, name) == is_right
 
 
 @pytest.mark.parametrize(
@@ -218,17 +201,5 @@ def test_on_a_shared_gpu(op: str) -> None:
 
 def _try_all_on_gpu(group: Group, op: str, shape: tuple[int, int, int]) -> dict[str, object]:
     suite = group_suite(group, op, shape, "bfloat16", STRATEGIES)
-    for contender in suite.contenders:
-        if contender.name != "torch":
-            suite.poison()
-            group.synchronize()
-            group.barrier()
-            contender.run()
-            group.synchronize()
-            contender.check()
-            group.barrier()
-    for part in suite.parts.values():
-        part()
-    group.synchronize()
-    group.barrier()
+    try_all(group, suite, skips=("torch",))
     return {"names": [contender.name for contender in suite.contenders]}

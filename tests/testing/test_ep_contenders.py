@@ -12,9 +12,10 @@ from tileflux import ops
 from tileflux.symm.group import Group
 from tileflux.testing import ep_contenders as module
 from tileflux.testing import run_ranks
-from tileflux.testing.contenders import Suite
 from tileflux.testing.ep_contenders import ep_suite
 from tileflux.testing.shapes import Mixture
+
+from .suites import passes, try_all
 
 OURS = ("sequential", "fused", "auto")
 LAYOUTS = [(1, Mixture(4, 2)), (2, Mixture(4, 2)), (3, Mixture(6, 1)), (4, Mixture(8, 3, routing="skewed"))]
@@ -22,31 +23,9 @@ SHAPE = (65, 0, 34)
 NAMES = ["sequential", "torch", *(f"ours {strategy}" for strategy in OURS)]
 
 
-def _passes(suite: Suite, name: str) -> bool:
-    (contender,) = (each for each in suite.contenders if each.name == name)
-    try:
-        contender.check()
-    except AssertionError:
-        return False
-    return True
-
-
 def _try_all(group: Group, mixture: Mixture, dtype: str, shape: tuple[int, int, int] = SHAPE) -> tuple[Any, ...]:
-    """Run everything; nothing but a run turns a poisoned result into a right one."""
     suite = ep_suite(group, shape, mixture, dtype, OURS)
-    for contender in suite.contenders:
-        suite.poison()
-        group.synchronize()
-        assert not _passes(suite, contender.name), f"{contender.name}: poison passes"
-        group.barrier()
-        contender.run()
-        group.synchronize()
-        contender.check()
-        group.barrier()
-    for part in suite.parts.values():
-        part()
-        group.synchronize()
-        group.barrier()
+    try_all(group, suite)
     return [each.name for each in suite.contenders], list(suite.parts), suite.skipped, suite.auto
 
 
@@ -103,7 +82,7 @@ def _planted(group: Group, what: str) -> list[str]:
             suite.poison()
             group.barrier()
             contender.run()
-            failed += [] if _passes(suite, contender.name) else [contender.name]
+            failed += [] if passes(suite, contender.name) else [contender.name]
             group.barrier()
     return failed
 

@@ -11,12 +11,13 @@ from tileflux import ops
 from tileflux.symm.group import Group
 from tileflux.testing import moe_contenders as module
 from tileflux.testing import run_ranks
-from tileflux.testing.contenders import Suite
 from tileflux.testing.moe import expected_ag, expected_rs, moe_ag_case, moe_routing, moe_rs_case
 from tileflux.testing.moe_contenders import grouped_suite, moe_suite
 from tileflux.testing.numerics import assert_close
 from tileflux.testing.shapes import Mixture
 from tileflux.tune.lookup import STRATEGIES
+
+from .suites import passes, try_all
 
 OPS = ("moe_ag_gemm", "moe_gemm_rs")
 OURS = {"moe_ag_gemm": STRATEGIES, "moe_gemm_rs": ("auto", "sequential", "fused")}
@@ -25,28 +26,9 @@ LAYOUTS = [(2, Mixture(4, 2)), (3, Mixture(6, 1)), (4, Mixture(8, 3, 2, "skewed"
 SHAPE = (65, 50, 34)
 
 
-def _passes(suite: Suite, name: str) -> bool:
-    (contender,) = (each for each in suite.contenders if each.name == name)
-    try:
-        contender.check()
-    except AssertionError:
-        return False
-    return True
-
-
 def _try_all(group: Group, op: str, mixture: Mixture, dtype: str) -> dict[str, Any]:
-    """Run everything; nothing but a run turns a poisoned result into a right one."""
     suite = moe_suite(group, op, SHAPE, mixture, dtype, OURS[op])
-    for contender in suite.contenders:
-        suite.poison()
-        assert not _passes(suite, contender.name), f"{contender.name}: poison passes"
-        group.barrier()
-        contender.run()
-        contender.check()
-        group.barrier()
-    for part in suite.parts.values():
-        part()
-        group.barrier()
+    try_all(group, suite)
     names = [contender.name for contender in suite.contenders]
     return {"names": names, "parts": list(suite.parts), "skipped": suite.skipped, "auto": suite.auto}
 
@@ -77,7 +59,7 @@ def _wrong_element(group: Group, op: str, at: int) -> list[str]:
             suite.poison()
             group.barrier()
             contender.run()
-            failed += [] if _passes(suite, contender.name) else [contender.name]
+            failed += [] if passes(suite, contender.name) else [contender.name]
     return failed
 
 
@@ -101,7 +83,7 @@ def _wrong_baselines(group: Group, op: str) -> list[str]:
             suite.poison()
             group.barrier()
             contender.run()
-            failed += [] if _passes(suite, contender.name) else [contender.name]
+            failed += [] if passes(suite, contender.name) else [contender.name]
             group.barrier()
     return failed
 
@@ -122,7 +104,7 @@ def _written_behind(group: Group) -> list[bool]:
         ours.run()
         if place is not None:
             ours.check.__self__.out[place, 0] = 0.0  # type: ignore[attr-defined]
-        found.append(_passes(suite, "ours fused"))
+        found.append(passes(suite, "ours fused"))
     return found
 
 
@@ -162,7 +144,7 @@ def _grouped(group: Group, mixture: Mixture, dtype: str) -> tuple[list[str], lis
     suite = grouped_suite(group, (33, 17, 40), mixture, dtype)
     for contender in suite.contenders:
         suite.poison()
-        assert not _passes(suite, contender.name), f"{contender.name}: poison passes"
+        assert not passes(suite, contender.name), f"{contender.name}: poison passes"
         contender.run()
         contender.check()
     for part in suite.parts.values():
@@ -175,7 +157,7 @@ def _grouped(group: Group, mixture: Mixture, dtype: str) -> tuple[list[str], lis
         for contender in suite.contenders:
             suite.poison()
             contender.run()
-            failed += [] if _passes(suite, contender.name) else [contender.name]
+            failed += [] if passes(suite, contender.name) else [contender.name]
     assert failed == ["ours"] and suite.auto == "" and suite.skipped == {}
     return [each.name for each in suite.contenders], list(suite.parts)
 
@@ -197,11 +179,4 @@ def test_on_a_gpu(op: str, where: str) -> None:
 
 def _try_all_large(group: Group, op: str, mixture: Mixture) -> None:
     suite = moe_suite(group, op, (512, 512, 256), mixture, "bfloat16", OURS[op])
-    for contender in suite.contenders:
-        suite.poison()
-        group.synchronize()
-        group.barrier()
-        contender.run()
-        group.synchronize()
-        contender.check()
-        group.barrier()
+    try_all(group, suite)

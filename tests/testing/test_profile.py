@@ -140,7 +140,9 @@ def test_ranks_on_the_cpu(op: str, link: str, monkeypatch: pytest.MonkeyPatch) -
         assert (each.rank, each.device_name, each.times.problem) == (rank, "CPU", "")
         assert [call.strategy for call in each.calls] == ["fused", "sequential"]
         assert all(call.begin < call.end and call.cost > -1 for call in each.calls)
+        assert [call.sums_tiles for call in each.calls] == [op == "gemm_rs", False]
     for timeline in merge(case, "3 processes", found, 3):
+        assert timeline.sums_tiles == (op == "gemm_rs" and timeline.strategy == "fused")
         if (op, timeline.strategy) != ("gemm_rs", "sequential"):
             check_timeline(timeline, case, 3)
 

@@ -81,7 +81,8 @@ def _send_finished(group: Group, here: Turn, operands: Operands, config: GemmCon
     steps.launch_open(here, world_size)
     launch_gemm(operands, COMBINE_SEND, config, group=group, turn=here)
     if here.plan.rows[group.rank]:
-        # The last slab's come last, or nearly so: one program waits for them, and holds no SM that a peer needs.
+        # One program waits for the last slab's, and holds no SM that a peer needs. What is then left of earlier slabs
+        # is with programs that run: they have fetched it before.
         steps.launch_await_everyone(here, world_size, chunk=len(here.plan.slabs(out.shape[1])) - 1)
         steps.launch_sum_slabs(here, out, 2 * sms_for(group), world_size)
     else:

@@ -33,24 +33,19 @@ _WEIGHTS = tl.constexpr(GROUPS.weights)
 def combine_tile(value, target, place, table, SPEC: tl.constexpr):
     """First turn: into memory of one's own, and counted. Second: tokens' choices are added up, and go to their owner.
 
-    There, as in ``scatter_tile``, all ranks' are added up. ``target`` is (the output, the list of tiles, the slab, how
-    many tiles it has in all).
+    There, as in ``scatter_tile``, all ranks' are added up.
     """
-    out, groups, slab, wanted = target
+    out, groups, slab, _ = target
     rank = word(table, RANK)
     owner, first_row, row, column, num_rows, N, number, turn = place
-    counter = counter_word(table, rank, rank, slab, SPEC.world_size)
-    staging = data(table, rank, SPEC.world_size) + tl.load(table + STAGING)
-    if turn == 0:
-        store_block(value, staging, row, column, num_rows, N, SPEC)
-        count(counter)
-    else:
+    products = data(table, rank, SPEC.world_size) + tl.load(table + STAGING)
+    _keep_or_await(value, target, place, products, table, SPEC)
+    if turn != 0:
         wait_for_slot(table, owner, slab, SPEC)
-        wait_for_word(counter, wanted, rank, table, SPEC)
         epoch = current_epoch(table, SPEC.world_size)
         to = slot(table, owner, rank, epoch, SPEC.world_size)
         pitch = pitch_of(N, SPEC)
-        _combine_rows(value.shape, groups, staging, to, pitch, column, first_row, row, column, num_rows, N, SPEC)
+        _combine_rows(value.shape, groups, products, to, pitch, column, first_row, row, column, num_rows, N, SPEC)
         if owner != rank:
             signal(flag_word(table, owner, rank, number, SPEC.world_size), epoch + 1)
         else:
@@ -65,17 +60,13 @@ def stage_sums(value, target, place, table, SPEC: tl.constexpr):
     slot, and nothing is added up here, as in ``stage_tile``. In front of the products the memory has room for a slot of
     every owner.
     """
-    _, groups, slab, wanted = target
+    _, groups, slab, _ = target
     rank = word(table, RANK)
-    owner, first_row, row, column, num_rows, N, _, turn = place
-    counter = counter_word(table, rank, rank, slab, SPEC.world_size)
+    owner, _, _, _, _, _, _, turn = place
     sums = data(table, rank, SPEC.world_size) + tl.load(table + STAGING)
     products = sums + SPEC.world_size * tl.load(table + SLOT_BYTES)
-    if turn == 0:
-        store_block(value, products, row, column, num_rows, N, SPEC)
-        count(counter)
-    else:
-        wait_for_word(counter, wanted, rank, table, SPEC)
+    _keep_or_await(value, target, place, products, table, SPEC)
+    if turn != 0:
         to = sums + owner.to(tl.int64) * tl.load(table + SLOT_BYTES)
         if owner == rank:
             to = slot(table, rank, rank, current_epoch(table, SPEC.world_size), SPEC.world_size)
@@ -87,20 +78,30 @@ def stage_sums(value, target, place, table, SPEC: tl.constexpr):
 @triton.jit
 def send_sums(value, target, place, table, SPEC: tl.constexpr):
     """As ``stage_sums``, but into my slot at the owner; the last of a slab's raises its flag."""
-    _, groups, slab, wanted = target
+    _, groups, slab, _ = target
     rank = word(table, RANK)
-    owner, _, row, column, num_rows, N, _, turn = place
-    counter = counter_word(table, rank, rank, slab, SPEC.world_size)
+    owner, _, _, _, num_rows, _, _, turn = place
     products = data(table, rank, SPEC.world_size) + tl.load(table + STAGING)
+    _keep_or_await(value, target, place, products, table, SPEC)
+    if turn != 0:
+        to = slot(table, owner, rank, current_epoch(table, SPEC.world_size), SPEC.world_size)
+        num_columns = _combine_into_slab(value.shape, groups, slab, place, products, to, SPEC)
+        if owner != rank:
+            announce_part(value.shape, owner, slab, num_rows, num_columns, table, SPEC)
+
+
+@triton.jit
+def _keep_or_await(value, target, place, products, table, SPEC: tl.constexpr):
+    """First turn: keep the product, and count it. Second: wait until all of the slab's have been."""
+    _, _, slab, wanted = target
+    _, _, row, column, num_rows, N, _, turn = place
+    rank = word(table, RANK)
+    counter = counter_word(table, rank, rank, slab, SPEC.world_size)
     if turn == 0:
         store_block(value, products, row, column, num_rows, N, SPEC)
         count(counter)
     else:
         wait_for_word(counter, wanted, rank, table, SPEC)
-        to = slot(table, owner, rank, current_epoch(table, SPEC.world_size), SPEC.world_size)
-        num_columns = _combine_into_slab(value.shape, groups, slab, place, products, to, SPEC)
-        if owner != rank:
-            announce_part(value.shape, owner, slab, num_rows, num_columns, table, SPEC)
 
 
 @triton.jit
