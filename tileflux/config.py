@@ -16,6 +16,7 @@ __all__ = [
     "MAX_CHUNKS",
     "NUM_SLOTS",
     "ROWS",
+    "SWAPPED_BYTES",
     "TABLE",
     "TRACE",
     "CommConfig",
@@ -60,6 +61,9 @@ NUM_SLOTS = 2
 MAX_AHEAD = 1024
 """How far a flag may be past the epoch waited for: acks keep ranks within two calls of each other. A flag that reads
 further ahead was last raised half the range of 32 bits ago, or never, and has not been reached."""
+
+SWAPPED_BYTES = 256 * 1024
+"""Of sums that a sequential ``gemm_ar`` in one shot swaps where SMs copy (``kernels/direct.py``); more are pulled."""
 
 MAX_CHUNKS = 16
 """Chunks a rank's rows may be cut into, each announced by a flag of its own."""
@@ -308,9 +312,10 @@ class GemmConfig:
 
     ``num_feeders`` programs of an all-gather GEMM send rows while the others multiply, and ``num_chunks`` is how many
     flags announce one rank's rows; tiles of ``span`` such chunks go through the weight together, so that reading it
-    once serves them all. ``num_sms`` bounds the programs of a launch; None takes what the GPU, or the group's share of
-    it, has; under Triton's interpreter it is for the simulator, which runs programs side by side. All ranks of a call
-    use the same numbers, but for ``span``, which is each one's own affair.
+    once serves them all, but as many as ``alone`` of the first to arrive, or the last to depart, go one by one
+    (``lang/schedule.py``). ``num_sms`` bounds the programs of a launch; None takes what the GPU, or the group's share
+    of it, has; under Triton's interpreter it is for the simulator, which runs programs side by side. All ranks of a
+    call use the same numbers, but for ``span`` and ``alone``, which are each one's own affair.
 
     ``fetches``: where ranks share a GPU, programs take tiles as they come, so that one that starts late, because
     another rank holds its SM, holds nobody up.
@@ -330,6 +335,7 @@ class GemmConfig:
     num_feeders: int = 4
     num_chunks: int = 1
     span: int = 1
+    alone: int = 0
     num_sms: int | None = None
     fetches: bool = False
     sums_apart: bool = False
@@ -347,6 +353,8 @@ class GemmConfig:
         for name in ("group_m", "num_stages", "num_feeders", "span"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} should be at least 1")
+        if self.alone < 0:
+            raise ValueError(f"alone={self.alone} should be at least 0")
         if self.num_sms is not None and self.num_sms < 2:
             raise ValueError(f"num_sms={self.num_sms} should be at least 2: one program feeds, one multiplies")
 

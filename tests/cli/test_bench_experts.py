@@ -33,7 +33,7 @@ def test_ops_of_experts(op: str, tmp_path: Path) -> None:
                     "--where", "cpu", "--world", "4", "--iters", "2", "--json", str(file), "--csv", "-")  # fmt: skip
     assert result.exit_code == 0, result.output
     names = ["sequential", "pipelined", *OURS]
-    names[3:3] = ["ours pipelined"] if op == "moe_ag_gemm" else []
+    names[3:3] = ["ours pipelined"]
     assert [re.split(r"  +", row)[0] for row in rows_of(result.stderr)] == names
     assert f"{op} 33 x 27 x 25, E=4 top=2 EP=2 skewed (auto takes " in result.stderr
     assert re.search(r"T_gemm .* us, T_comm .*, T_beside .*, limit .*; T_route [\d.]+ .s$", result.stderr, re.MULTILINE)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tileflux.cli._plot import plot
+from tileflux.cli._plot import _colours, _reference, _seconds, plot
 from tileflux.cli._report import Measured, Session, as_csv, as_json, labels, merge, sentence, show
 from tileflux.perf.figures import CaseResult
 from tileflux.testing.bench import BenchCase, RankTimes
@@ -101,6 +101,35 @@ def test_the_table() -> None:
     assert cells["pipelined"] == ["12.400", "2.400", "40%", "81%", "1.13x", "1.00x", "0.5%"]
     assert cells["ours fused"] == ["11.000", "1.000", "75%", "91%", "1.27x", "1.13x", "0.5%"]
     assert cells["ours auto"] == ["120.0", "110.0", "-2650%", "8.3%", "0.12x", "0.10x", "0.5%"]
+
+
+def test_torchs_ways_have_a_row_each_and_over_torch_is_over_the_quicker() -> None:
+    ways = {"sequential": 14.0, "ours fused": 11.0, "torch one-shot": 13.2, "torch two-shot": 12.1, "pipelined": 12.4}
+    cases = measured({512: ways})
+    output = shown(cases)
+    rows = [re.split(r"  +", line.strip()) for line in output.splitlines() if line.rstrip().endswith("0.5%")]
+    assert {row[0]: row[-2] for row in rows} == {
+        "sequential": "0.86x", "pipelined": "0.98x", "torch one-shot": "0.92x", "torch two-shot": "1.00x",
+        "ours fused": "1.10x",
+    }  # fmt: skip
+    assert [row[0] for row in rows] == [
+        "sequential", "pipelined", "torch one-shot", "torch two-shot", "ours fused",
+    ]  # fmt: skip
+    said = "ours fused wins: 1.27x over sequential, 1.13x over pipelined, 1.10x over torch."
+    report = as_json(SESSION, cases)
+    assert report["summary"] == said
+    over = {each["name"]: each["over_torch"] for each in report["cases"][0]["contenders"]}
+    assert over["ours fused"] == pytest.approx(1.1) and over["torch one-shot"] == pytest.approx(12.1 / 13.2)
+    lost = results({512: ways | {"ours fused": 12.5}})
+    assert sentence(lost).startswith("ours fused loses to torch two-shot by 3 %: ")
+
+
+def test_a_shape_at_which_one_of_torchs_ways_was_skipped_is_over_the_other() -> None:
+    first = times({"sequential": 14e-3, "torch one-shot": 13e-3, "ours fused": 10e-3})
+    skipped = dataclasses.replace(first, skipped={"torch two-shot": "no room"})
+    (each,) = merge([bench_case(op="gemm_ar")], 1, [[skipped]])
+    assert each.result is not None and each.result.over("torch", each.result.contenders[-1]) == pytest.approx(1.3)
+    assert "torch two-shot: skipped, no room" in shown([each])
 
 
 def test_long_names_and_large_numbers_are_not_cut() -> None:
@@ -244,7 +273,7 @@ def test_csv_has_a_line_per_shape_and_contender() -> None:
 def test_a_picture(shapes: list[tuple[int, int]], suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     cases = [bench_case(m, n) for m, n in shapes]
-    names = ("sequential", "pipelined", "ours fused", "ours auto")
+    names = ("sequential", "pipelined", "torch one-shot", "torch two-shot", "ours fused", "ours auto")
     ranks = [[times({name: random.uniform(1e-3, 2e-3) for name in names}) for _ in cases]]
     found = [each.result for each in merge(cases, 1, ranks) if each.result is not None]
     file = tmp_path / f"picture.{suffix}"
@@ -252,6 +281,19 @@ def test_a_picture(shapes: list[tuple[int, int]], suffix: str, tmp_path: Path) -
     content = file.read_bytes()
     assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
     assert len(content) > 5000
+
+
+def test_in_a_picture_every_line_has_its_colour() -> None:
+    names = ["sequential", "pipelined", "torch one-shot", "torch two-shot", "torch multimem", "ours fused", "ours auto"]
+    colours = _colours(names)
+    assert len(set(colours.values())) == len(names) == len(colours)
+    assert _colours(["torch", "ours fused"]) == {
+        "torch": colours["torch one-shot"],
+        "ours fused": colours["ours fused"],
+    }
+    slow, quick = {"torch one-shot": 3.0, "torch two-shot": 2.0}, {"torch one-shot": 1.0}
+    found = results({1: slow | {"ours fused": 1.0}, 2: quick | {"ours fused": 1.0}})
+    assert _reference(found) == "torch" and _seconds(found[0], "torch") == pytest.approx(2e-3)
 
 
 def test_a_picture_of_sizes_without_a_common_baseline(tmp_path: Path) -> None:

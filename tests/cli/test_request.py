@@ -82,7 +82,6 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         (["moe_ag_gemm", "--shapes", "comet", "--experts", "4"], "--shapes comet says how many experts there are"),
         (["moe_ag_gemm", *MOE[:3], "--shapes", "comet"], "--shapes comet takes the place of M, N and K"),
         (["moe_ag_gemm", "--shapes", "comet", "--sweep", "k=1,2"], "only m can be swept with --shapes"),
-        (["moe_gemm_rs", *MOE, "--strategy", "pipelined"], "moe_gemm_rs has no strategy pipelined; sequential, fused"),
         (
             ["ag_gemm", "8", "8", "8", "--experts", "4"],
             "--experts is for moe_ag_gemm, moe_gemm_rs, grouped_gemm, ep; ag_gem",
@@ -231,7 +230,7 @@ def test_defaults_depend_on_the_world(
     ("op", "strategies"),
     [
         ("moe_ag_gemm", ("sequential", "pipelined", "fused", "auto")),
-        ("moe_gemm_rs", ("sequential", "fused", "auto")),
+        ("moe_gemm_rs", ("sequential", "pipelined", "fused", "auto")),
         ("grouped_gemm", ()),
     ],
 )

@@ -25,6 +25,7 @@ class Queued:
     ) -> None:  # fmt: skip
         self.seen: list[tuple] = []
         self.plans: list[ShardPlan] = []
+        self.products: list[Operands] = []
         self._role, self._config = role, config
         self._stream, self._num_events = "main", 0
         self.group = SimpleNamespace(
@@ -37,7 +38,8 @@ class Queued:
         patch.setattr(module, "launch_gemm", self._launch)
         patch.setattr(module, "join", self._join)
         patch.setattr(module, "num_summers", lambda group: 6)
-        patch.setattr(scatter, "beside", self._beside)
+        for place in (module, scatter):
+            patch.setattr(place, "beside", self._beside, raising=False)
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=self._record))
         names = ("launch_open", "launch_close", "launch_await_everyone")
         for name in (*names, "launch_sum", "launch_sum_slabs", "launch_release"):
@@ -61,12 +63,13 @@ class Queued:
 
     def _launch(self, operands: Operands, role: object, config: object, **named: Any) -> None:
         assert role is self._role and config == self._config and not named.get("releases")
-        self.seen.append((self._stream, "gemm"))
+        self.products.append(operands)
+        self.seen.append((self._stream, "load gemm" if named.get("load_only") else "gemm"))
 
     @contextlib.contextmanager
-    def _beside(self, group: object, *used: object, after: str, closing: bool = False) -> Iterator[None]:
+    def _beside(self, group: object, *used: object, after: str | None = None, closing: bool = False) -> Iterator[None]:
         self._stream = "closing" if closing else "sending"
-        self.seen.append((self._stream, "after", int(after)))
+        self.seen.append((self._stream, "after", "all" if after is None else int(after)))
         yield
         self._stream = "main"
 
@@ -80,10 +83,12 @@ class Queued:
 
         return SimpleNamespace(
             plan=plan,
+            rank=self.group.rank,
             count_call=lambda: self.seen.append((self._stream, "counted")),
             announce=lambda owner, index: self.seen.append((self._stream, "flag", owner, index)),
             shard_sent=lambda owner, dtype, n: place(owner),
             shard_to_send=lambda owner, dtype, n: ("staged", owner),
+            slab_rows=lambda num_rows, dtype, n: torch.empty(num_rows, min(n, plan.slab_columns), dtype=dtype),
             slab_at=lambda owner, source, index, dtype, n: place(owner, source, index),
             slab_to_send=lambda owner, index, dtype, n: ("staged", owner, index),
         )

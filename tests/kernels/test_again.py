@@ -19,67 +19,15 @@ from triton import knobs
 import tileflux
 from tileflux import GemmConfig
 from tileflux.errors import GroupBroken, GroupClosed
-from tileflux.kernels import again, dense, gemm_launch, library, loading, prepared, scatter, steps, turns
-from tileflux.kernels.again import Again
+from tileflux.kernels import again, dense, direct, gemm_launch, library, loading, prepared, scatter, steps, turns
 from tileflux.kernels.recording import recording
 from tileflux.ops import ag_gemm, gemm, gemm_rs
 
-from .stand_in import Kernel, plain, stand_in_for_gemm
+from .again_world import K, M, N, World, make
+from .stand_in import stand_in_for_gemm
 
 OPS = ("gemm", "ag_gemm", "gemm_rs")
-CONFIG = GemmConfig(block_m=16, block_n=32, block_k=32)
 APART = GemmConfig(block_m=16, block_n=32, block_k=32, sums_apart=True)
-M, N, K = 32, 48, 64
-
-
-class World:
-    """Two ranks, of which one calls; and what comes of its calls."""
-
-    def __init__(self, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.kernel, self.patch = kernel, monkeypatch
-        self.groups = tileflux.local_groups(2)
-        self.group = self.groups[0]
-        self.num_long = 0
-        """Launches that were not made by an ``Again``."""
-        self.queued: list[str] = []
-        """Steps around the GEMM, and it."""
-        real = gemm_launch.launch_gemm
-
-        def counted(*given: Any, **named: Any) -> object:
-            self.num_long += 1
-            return real(*given, **named)
-
-        for module in (dense, library, scatter):
-            monkeypatch.setattr(module, "on_host", lambda where: False, raising=False)
-            monkeypatch.setattr(module, "launch_gemm", counted)
-        monkeypatch.setattr(scatter, "sms_for", lambda group: 12)
-        for name in ("launch_open", "launch_sum", "launch_await_everyone", "launch_release"):
-            monkeypatch.setattr(steps, name, lambda *given, name=name: self.queued.append(name))
-
-    def call(self, op: str, dtype: torch.dtype = torch.bfloat16, **given: Any) -> Any:
-        """With fresh tensors, unless they are given."""
-        place = {} if op == "gemm" else {"group": self.group, "strategy": "fused"}
-        tensors = {"x": make(M, K, dtype), "weight": make(N, K, dtype)}
-        return getattr(tileflux, op)(**{**tensors, **place, "config": CONFIG, **given})
-
-    def is_short(self, op: str, **given: Any) -> bool:
-        """Makes a call, and says whether it went past everything. Its launch is what the long way would launch."""
-        before = self.num_long
-        x, weight = make(M, K, given.get("dtype", torch.bfloat16)), make(N, K, given.get("dtype", torch.bfloat16))
-        given = {"x": x, "weight": weight, **given}
-        out = self.call(op, **given)
-        is_short, launched = self.num_long == before, (self.kernel.past_it or self.kernel.through_triton)[-1]
-        if is_short:
-            with self.patch.context() as patch:
-                patch.setattr(Again, "fits", lambda *_: False)
-                self.call(op, **given, out=out) if "out" not in given else self.call(op, **given)
-            assert plain(launched) == plain(self.kernel.past_it[-1]) and self.num_long == before + 1
-        return is_short
-
-
-def make(rows: int, columns: int, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
-    """So many elements into memory that is aligned."""
-    return torch.zeros(rows * columns + offset, dtype=dtype)[offset:].view(rows, columns)
 
 
 @pytest.fixture
@@ -381,3 +329,38 @@ def test_calls_of_several_launches_go_the_long_way(world: World) -> None:
             found = world.call("ag_gemm", **given)
             assert len(found) == 2 and world.num_long > before
     assert world.is_short("ag_gemm")
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
+def test_a_product_of_the_librarys_is_made_again_with_the_steps_around_it(world: World, op: str) -> None:
+    """In the place of what other ranks bring, what the turn's memory holds."""
+    long_ways: list[str] = []
+    real = dense.multiply
+    for module in (dense, scatter):
+        world.patch.setattr(module, "multiply", lambda *given, **named: (long_ways.append(""), real(*given, **named)))
+    world.patch.setattr(library, "uses_torch", lambda operands: True)
+    world.patch.setattr(direct, "sms_for", lambda group: 12)
+    for module in (direct, steps):
+        world.patch.setattr(module, "launch_step", lambda kernel, *given: world.queued.append(kernel.fn.__name__))
+    queues = []
+    for number in range(4):
+        x, weight = torch.randn(M, K), torch.randn(N, K)
+        here = next((each for each in turns._turns.get(world.group, {}).values()), None)
+        if here is not None and op == "ag_gemm":
+            here.gathered(torch.float32, K).copy_(torch.randn(2 * M, K))
+        long_ways.clear(), world.queued.clear()
+        out = world.call(op, x=x, weight=weight, strategy="sequential")
+        assert bool(long_ways) == (number < 2)
+        queues.append(tuple(world.queued))
+        if here is not None and op == "ag_gemm":
+            assert torch.equal(out, here.gathered(torch.float32, K) @ weight.t())
+        elif here is not None:
+            assert torch.equal(here.gathered(torch.float32, N), x @ weight.t())
+    assert len(set(queues)) == 1
+    assert (
+        queues[0]
+        == {
+            "ag_gemm": ("launch_open", "_feed_all_kernel", "_await_rows_kernel", "launch_release"),
+            "gemm_rs": ("launch_open", "_meet_kernel", "_pull_kernel"),
+        }[op]
+    )

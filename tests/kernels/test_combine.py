@@ -1,4 +1,4 @@
-"""``moe_gemm_rs`` by the copy engine: what is queued where and when, and the same bits as by stores of SMs."""
+"""``moe_gemm_rs`` by the copy engine, and slab by slab: what is queued where and when, and the same bits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from tileflux import env, moe_gemm_rs
-from tileflux.config import GemmConfig
-from tileflux.kernels import combine
-from tileflux.kernels.groups import Groups
+from tileflux import env, local_groups, moe_gemm_rs
+from tileflux.config import GROUPS, GemmConfig
+from tileflux.kernels import combine, gemm_host, slabs
+from tileflux.kernels.groups import Groups, cut_counts
 from tileflux.kernels.operands import Operands
-from tileflux.kernels.roles import COMBINE, COMBINE_SEND, COMBINE_STAGE
-from tileflux.kernels.shards import combine_shards
+from tileflux.kernels.roles import COMBINE, COMBINE_SEND, COMBINE_STAGE, PLAIN
+from tileflux.kernels.shards import combine_shards, slab_shards
+from tileflux.ops._dense import Inputs
+from tileflux.ops._moe import grouped_operands
 from tileflux.symm.group import Group
 from tileflux.testing.dense_protocols import SLABS, CombineCall, simulate_protocol
 
@@ -31,23 +33,24 @@ NUM_SEEDS = {2: 3, 3: 1}
 @interpreted
 @pytest.mark.parametrize("world_size", NUM_SEEDS)
 def test_every_schedule_gives_the_right_result_by_copies(world_size: int) -> None:
-    for seed in range(NUM_SEEDS[world_size]):
-        simulate_protocol("moe_gemm_rs fused", world_size, seed, by_copies=True)
+    for protocol in ("moe_gemm_rs fused", "moe_gemm_rs pipelined"):
+        for seed in range(NUM_SEEDS[world_size]):
+            simulate_protocol(protocol, world_size, seed, by_copies=True)
 
 
-def _combine(group: Group, by_copies: bool, num_slabs: int, seed: int) -> torch.Tensor:
+def _combine(group: Group, by_copies: bool, num_slabs: int, seed: int, strategy: str) -> torch.Tensor:
     from tileflux.testing.simulated_streams import on_streams
 
     config = dataclasses.replace(SLABS, num_chunks=num_slabs)
     call = CombineCall(
-        "moe_gemm_rs", 11, columns=56, depth=48, ragged=True, kind="skewed", dtype=torch.bfloat16, config=config
+        "moe_gemm_rs", 11, columns=64, depth=48, ragged=True, kind="skewed", dtype=torch.bfloat16, config=config
     )
     case, routing = call.moe_case(group.world_size, seed), call.routed(group, seed)
     rows, weight = case.xs[group.rank], case.weights[group.rank]
     h = rows.new_zeros((routing.capacity, rows.shape[1]))
     h[: len(rows)] = rows
     with on_streams(group) if by_copies else contextlib.nullcontext():
-        out = moe_gemm_rs(h, weight, routing, strategy="fused", config=config)
+        out = moe_gemm_rs(h, weight, routing, strategy=strategy, config=config)
         group.synchronize()
     return out
 
@@ -59,20 +62,29 @@ def test_copies_give_the_bits_that_stores_give(world_size: int, num_slabs: int) 
     from tileflux.testing.simulator import simulate
 
     seed = int(torch.randint(2**20, ()))
-    by_stores = simulate(_combine, world_size, seed=seed, args=(False, num_slabs, seed))
+    by_stores = simulate(_combine, world_size, seed=seed, args=(False, num_slabs, seed, "fused"))
+    found = [simulate(_combine, world_size, seed=seed, args=(False, num_slabs, seed, "pipelined"))]
     with simulated_streams():
-        by_copies = simulate(_combine, world_size, seed=seed, args=(True, num_slabs, seed))
-    for one, other in zip(by_stores, by_copies, strict=True):
-        assert torch.equal(one, other) and one.dtype == torch.bfloat16
+        for strategy in ("fused", "pipelined"):
+            found.append(simulate(_combine, world_size, seed=seed, args=(True, num_slabs, seed, strategy)))
+    for others in found:
+        for one, other in zip(by_stores, others, strict=True):
+            assert torch.equal(one, other) and one.dtype == torch.bfloat16
     assert any(each.numel() and each.abs().max() > 0 for each in by_stores)
 
 
-def run(queued: Queued, rows: tuple[int, ...], num_columns: int, config: GemmConfig = CONFIG) -> None:
+def run(
+    queued: Queued, rows: tuple[int, ...], num_columns: int, config: GemmConfig = CONFIG, strategy: str = "fused"
+) -> None:
     groups = Groups(torch.zeros(8, dtype=torch.int32), 1, 16, 32, sum(rows), 2)
     out = torch.empty(rows[queued.group.rank], num_columns)
     operands = Operands(torch.empty(32, 16), torch.empty(num_columns, 16), out, groups=groups)
-    combine.run_combine(queued.group, operands, rows, "fused", config)  # type: ignore[arg-type]
+    combine.run_combine(queued.group, operands, rows, strategy, config)  # type: ignore[arg-type]
     (plan,) = queued.plans
+    if strategy == "pipelined":
+        by_copies = not queued.group.traits.copies_need_sms
+        assert plan == slab_shards(COMBINE.name, rows, 32, num_columns, 4, config, by_copies)
+        return
     how = {"by_slab": True} if config.sums_apart else {"by_copies": True}
     assert plan == combine_shards(COMBINE.name, rows, 32, num_columns, 4, config, **how)
 
@@ -134,3 +146,71 @@ def test_sums_apart_are_behind_one_program_that_waits_for_the_last_slab(
     if not rows[rank]:
         last = [("main", "launch_release")]
     assert queued.seen == [("load",), ("main", "launch_open"), ("main", "gemm"), *last]
+
+
+def _note_slabs(queued: Queued, monkeypatch: pytest.MonkeyPatch) -> None:
+    def noted(name: str, at: int) -> Any:
+        return lambda *given: queued.seen.append((queued._stream, name, given[at]))
+
+    for name, at in (("launch_spaced", 3), ("launch_sums", 3), ("launch_push_slab", 2)):
+        monkeypatch.setattr(slabs, name, noted(name, at))
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("by_copies", [True, False])
+def test_pipelined_each_slab_is_sent_beside_the_next_ones_product(
+    rank: int, by_copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel counts, and none is loaded behind one that waits. Where SMs send, some are left to them."""
+    rows = (20, 5, 0, 33)
+    tiles = CONFIG if by_copies else dataclasses.replace(CONFIG, num_sms=2)
+    queued = Queued(monkeypatch, combine, PLAIN, tiles, rank, rows, by_copies=by_copies)
+    _note_slabs(queued, monkeypatch)
+    run(queued, rows, 64, strategy="pipelined")
+    expected: list[tuple] = [("load",), ("load",), ("main", "launch_spaced", 2), ("main", "load gemm")]
+    if by_copies:
+        expected += [("main", "counted"), ("main", "launch_open")]
+    for slab in range(2):
+        expected += [("main", "gemm"), ("main", "launch_sums", slab), ("sending", "after", "all")]
+        if not by_copies:
+            expected.append(("sending", "launch_push_slab", slab))
+        for owner in ((3, 0) if rank == 1 else (3, 0, 1)) if by_copies else ():
+            expected += [
+                ("sending", "copy", owner, rank, slab, ("staged", owner, slab)), ("sending", "flag", owner, slab)
+            ]  # fmt: skip
+    last: list[tuple] = [("main", "launch_sum_slabs") if rows[rank] else ("main", "launch_release")]
+    if not by_copies and rows[rank]:
+        last.insert(0, ("main", "launch_await_everyone", 1))
+    joined = ("main", "join", "sending")
+    assert queued.seen == [*expected, *([*last, joined] if by_copies else [joined, *last])]
+    assert len({part.out.data_ptr() for part in queued.products}) == 1
+    assert {part.out.shape for part in queued.products} == {(32, 32)}
+
+
+@pytest.mark.parametrize("k_major", [True, False])
+def test_the_product_of_a_slab_is_that_of_its_columns(k_major: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every expert, also its scales: by the host's loop, which reads operands as kernels do."""
+    num_experts, num_columns, depth, width = 3, 48, 8, 16
+    groups = cut_counts(torch.tensor([5, 0, 20]), 30, 16)
+    weight = torch.randn(num_experts, num_columns, depth)
+    if not k_major:
+        weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    scales = torch.rand(num_experts, num_columns)
+    inputs = Inputs(torch.randn(30, depth), weight, None, None, scales)
+    operands = grouped_operands(inputs, torch.empty(30, num_columns), groups, "")
+    assert operands.k_major == k_major
+    (group,) = local_groups(1)
+    gemm_host.run_gemm(operands, PLAIN, CONFIG)
+    products = torch.full((30, width), torch.nan)
+    monkeypatch.setattr(slabs, "launch_spaced", _space)
+    part = combine._cut_slabs(group, operands, groups, products)
+    for slab in range(num_columns // width):
+        gemm_host.run_gemm(part(slab), PLAIN, CONFIG)
+        assert torch.equal(products[:25], operands.out[:25, slab * width : (slab + 1) * width])
+        assert products[25:].isnan().all()
+
+
+def _space(group: Group, index: torch.Tensor, spaced: torch.Tensor, times: int) -> None:
+    """As the kernel does, which is compared with this elsewhere."""
+    spaced.copy_(index[: len(spaced)])
+    spaced[GROUPS.tiles :].view(-1, GROUPS.tile_words)[:, GROUPS.expert] *= times

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -226,3 +227,37 @@ def test_pipelined_products_have_the_tiles_they_were_given(monkeypatch: pytest.M
     monkeypatch.setattr(dense.library, "multiply", multiply)
     simulate(_pipelined, 2, seed=0)
     assert seen == {(16, 16)}
+
+
+@pytest.mark.parametrize(("rows", "num_parts"), [(4096, 1), (4097, 2), (12288, 3), (1, 1)])
+def test_a_product_too_large_for_a_share_of_a_gpu_is_made_in_parts(
+    rows: int, num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense.library, "uses_torch", lambda operands: True)
+    x, weight = torch.empty(rows, 1, device="meta"), torch.empty(12288, 1, device="meta")
+    operands = Operands(x, weight, torch.empty(rows, 12288, device="meta"))
+    shared = SimpleNamespace(traits=SimpleNamespace(links=("self", "same GPU")))
+    parts = dense._parts(shared, operands)
+    assert len(parts) == num_parts and sum(len(part.x) for part in parts) == rows
+    assert all(len(part.x) == len(part.out) and part.out.numel() <= 4096 * 12288 for part in parts)
+    assert dense._parts(SimpleNamespace(traits=SimpleNamespace(links=("self", "NVLink"))), operands) == [operands]
+    monkeypatch.setattr(dense.library, "uses_torch", lambda operands: False)
+    assert dense._parts(shared, operands) == [operands]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "span", "heights"),
+    [
+        (8, 1, [1] * 8),
+        (8, 2, [1, 2, 2, 3]),
+        (8, 7, [1, 7]),
+        (2, 1, [1, 1]),
+        (4, 2, [1, 3]),
+        (1, 1, [1]),
+        (3, 5, [1, 2]),
+    ],
+)
+def test_stages_go_through_the_weights_in_bands(num_stages: int, span: int, heights: list[int]) -> None:
+    bands = dense._bands(num_stages, span)
+    assert [len(band) for band in bands] == heights
+    assert [stage for band in bands for stage in band] == list(range(num_stages))

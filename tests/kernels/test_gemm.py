@@ -192,7 +192,7 @@ def test_a_program_fetches_one_step_ahead_and_no_more(monkeypatch: pytest.Monkey
         operands.out.fill_(float("nan"))
         launch_gemm(operands, role, CONFIG, group=groups[0], turn=here, releases=releases)
         for step in range(num_m * num_n):
-            _, _, m, n, _ = order(step, 0, 1, 1, num_m, num_n, CONFIG.group_m, 1)
+            _, _, m, n, _ = order(step, 0, 1, 1, num_m, num_n, CONFIG.group_m, (1, 0))
             tile = operands.out[16 * m : 16 * (m + 1), 32 * n : 32 * (n + 1)]
             assert tile.eq(step + 2).all(), f"step {step}: itself, those before, and the next one"
         words = here._control.view(dtype=torch.int32)

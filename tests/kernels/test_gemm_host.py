@@ -33,6 +33,7 @@ configs = st.builds(
     group_m=st.integers(1, 4),
     num_chunks=st.integers(1, 16),
     span=st.integers(1, 4),
+    alone=st.integers(0, 3),
 )
 ragged_rows = (
     st.integers(1, 16)

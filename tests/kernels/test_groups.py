@@ -214,7 +214,7 @@ def test_every_tile_is_of_one_stage(choices: Choices, block_m: int, picks: bool)
     groups = choices.cut(block_m, picks)
     before, together = groups.index.clone(), []
     for stage in range(len(choices.sizes)):
-        part = groups.of_stage(stage)
+        part = groups.of_stages(stage, stage + 1)
         assert dataclasses.replace(part, index=groups.index).__dict__ == groups.__dict__
         assert len(part.index) == len(groups.index)
         own = listed(part)
@@ -278,7 +278,7 @@ def test_no_rows_at_all(capacity: int) -> None:
         for picks in (False, True):
             groups = choices.cut(16, picks)
             check_tiles(choices, groups, 16)
-            assert listed(groups) == [] == listed(groups.of_stage(0))
+            assert listed(groups) == [] == listed(groups.of_stages(0, 1))
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 15, 16, 17, 47])
@@ -306,7 +306,7 @@ def test_nothing_is_asked_of_the_device() -> None:
     """Tensors without values would refuse it; a CUDA graph, too."""
     ids = torch.zeros((40, 3), dtype=torch.int32, device="meta")
     rows = sort_rows(ids, sources_of((15, 25), 0, torch.device("meta")), range(8), 2, 100)
-    groups = cut_tiles(rows, 100, 16, torch.rand(40, 3, device="meta")).of_stage(1)
+    groups = cut_tiles(rows, 100, 16, torch.rand(40, 3, device="meta")).of_stages(1, 2)
     assert groups.index.shape == (GROUPS.tiles + GROUPS.tile_words * max_tiles(100, 8, 16) + 100 + 2 * 120,)
 
 

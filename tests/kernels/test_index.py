@@ -21,6 +21,8 @@ from tileflux.kernels.groups import Groups, SortedRows, cut_tiles, num_missing, 
 from tileflux.ops.routing import Routing, _Sorting
 from tileflux.symm.group import Group
 
+from .unsynchronised import unsynchronised
+
 needs_interpreter = pytest.mark.skipif(not env.interpreting(), reason="kernels were not decorated for the interpreter")
 INTERPRETED = {"TILEFLUX_CPU_BACKEND": "interpret"}
 Found = tuple[SortedRows, Groups, torch.Tensor | None]
@@ -181,8 +183,8 @@ def test_a_routing_takes_four_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(0, 8, (40, 2))
     with env.scoped(INTERPRETED):
         work = sorting(group, ids, 8)
-        work.unpack(work.pack(ids, torch.rand(40, 2)), torch.rand(40, 2)).groups.of_stage(0)
-    assert names == ["_pack_kernel", "_count_kernel", "_scan_kernel", "_place_kernel", "_stage_kernel"]
+        work.unpack(work.pack(ids, torch.rand(40, 2)), torch.rand(40, 2)).groups.of_stages(0, 1)
+    assert names == ["_pack_kernel", "_count_kernel", "_scan_kernel", "_place_kernel", "_stages_kernel"]
 
 
 SIZES = [(1, 8, 2, (4096,)), (8, 64, 8, (0, 100, 2048)), (4, 1024, 6, (1, 900, 3000)), (8, 512, 4, (128,))]
@@ -197,18 +199,16 @@ def test_on_a_gpu(world_size: int, num_experts: int, top_k: int, counts: tuple[i
         group, packed = groups[case.rank], case.packed("cuda")
         right = case.right(packed)
         torch.cuda.synchronize()
-        with torch.cuda.stream(group.stream):
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                found = case.route(group, packed)
-                by_stage = [found[1].of_stage(stage) for stage in range(world_size)]
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        with torch.cuda.stream(group.stream), unsynchronised():
+            found = case.route(group, packed)
+            by_stage = [found[1].of_stages(stage, stage + 1) for stage in range(world_size)]
+            in_order = found[1].of_stages(0, world_size)
         torch.cuda.synchronize()
         check(case, found, right)
         whole = dataclasses.replace(right[1], index=right[1].index.cpu())  # by torch's functions again
         for stage, part in enumerate(by_stage):
-            assert torch.equal(part.index.cpu(), whole.of_stage(stage).index)
+            assert torch.equal(part.index.cpu(), whole.of_stages(stage, stage + 1).index)
+        assert torch.equal(in_order.index.cpu(), whole.of_stages(0, world_size).index)
     for group in groups:
         group.close()
 

@@ -62,7 +62,7 @@ def test_sorted_rows_are_cut(num_experts: int, dtype: torch.dtype, block_m: int,
 @needs_interpreter
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(0, 500), st.integers(0, 20))
-def test_a_stage_is_taken_out(per_stage: list[int], num_behind: int, num_spare: int) -> None:
+def test_stages_are_taken_out(per_stage: list[int], num_behind: int, num_spare: int) -> None:
     """Of lists that end in tiles of nobody, with other words behind them."""
     stages = [stage for stage, count in enumerate(per_stage) for _ in range(count)]
     tiles = torch.randint(0, 10**6, (len(stages) + num_spare, GROUPS.tile_words), dtype=torch.int32)
@@ -70,12 +70,14 @@ def test_a_stage_is_taken_out(per_stage: list[int], num_behind: int, num_spare: 
     header = torch.randint(0, 10**6, (GROUPS.tiles,), dtype=torch.int32)
     rest = torch.randint(0, 10**6, (num_behind,), dtype=torch.int32)
     index = torch.cat((header, tiles.flatten(), rest))
-    for stage in range(len(per_stage)):
+    for begin, end in {(0, 1), (0, len(per_stage)), (len(per_stage) // 2, len(per_stage))}:
         with env.scoped(INTERPRETED):
-            found = lists.launch_stage(index, len(tiles), stage)
-        is_wanted = tiles[:, GROUPS.stage] == stage
+            found = lists.launch_stages(index, len(tiles), begin, end)
+        is_wanted = (tiles[:, GROUPS.stage] >= begin) & (tiles[:, GROUPS.stage] < end)
         header[GROUPS.num_tiles] = is_wanted.sum()
-        assert torch.equal(found, torch.cat((header, tiles[is_wanted].flatten(), tiles[~is_wanted].flatten(), rest)))
+        wanted = tiles[is_wanted]
+        wanted = wanted[torch.sort(wanted[:, GROUPS.first], stable=True).indices]
+        assert torch.equal(found, torch.cat((header, wanted.flatten(), tiles[~is_wanted].flatten(), rest)))
 
 
 @pytest.mark.gpu

@@ -28,7 +28,7 @@ from tileflux.testing import assert_close, poisoned
 from tileflux.testing.dense import DENSE_DTYPES, SCALED_DTYPES, DenseCase, ag_case, expected, reduction, rs_case
 from tileflux.testing.hopper_cases import hopper_config
 
-SMALL = GemmConfig(64, 64, 64, num_warps=4, num_stages=2, num_feeders=2, num_chunks=2, span=2)
+SMALL = GemmConfig(64, 64, 64, num_warps=4, num_stages=2, num_feeders=2, num_chunks=2, span=2, alone=1)
 STRATEGIES = ("fused", "pipelined", "sequential")
 HOPPER_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 """What Hopper's loop multiplies."""
@@ -37,7 +37,7 @@ HOPPER_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float
 def tiles(dtype: torch.dtype, hopper: bool) -> GemmConfig:
     """Small ones, so that small problems have many. On GPUs other than Hopper, ``hopper`` changes little."""
     if hopper:
-        return dataclasses.replace(hopper_config(64, 64, dtype), num_feeders=2, num_chunks=2, span=2)
+        return dataclasses.replace(hopper_config(64, 64, dtype), num_feeders=2, num_chunks=2, span=2, alone=1)
     return SMALL
 
 

@@ -31,6 +31,10 @@ from .dense_cases import FP8, OUT_DTYPES, SMALL, drawn_layout, interpreted
 
 CONFIGS = (SMALL, GemmConfig(16, 32, 32, num_warps=4, num_chunks=3, sums_apart=True), None)
 
+EVEN_WIDTHS = (48, 96)
+"""Those that can be cut into slabs of one width, and of whole units."""
+WIDTHS = (1, 5, 33, 70, *EVEN_WIDTHS)
+
 
 def on(backend: str) -> contextlib.AbstractContextManager[Any]:
     """Run ops by the host's loops (``host``), or by the kernels (``interpret``)."""
@@ -61,8 +65,10 @@ def drawn_case(world_size: int, dtype: torch.dtype, draws: random.Random, tokens
     return case
 
 
-def drawn_rs_case(world_size: int, dtype: torch.dtype, draws: random.Random, tokens: int = 24) -> MoeCase:
-    """The same for the second layer."""
+def drawn_rs_case(
+    world_size: int, dtype: torch.dtype, draws: random.Random, tokens: int = 24, widths: tuple[int, ...] = WIDTHS
+) -> MoeCase:
+    """The same for the second layer, with one of these widths of a token."""
     first = drawn_case(world_size, dtype, draws, tokens).routing
     is_scaled = dtype in SCALED_DTYPES
     options: dict[str, Any] = {
@@ -70,8 +76,12 @@ def drawn_rs_case(world_size: int, dtype: torch.dtype, draws: random.Random, tok
         "weight_dtype": draws.choice(FP8) if dtype in FP8 else None,
         "out_dtype": draws.choice(OUT_DTYPES),
     }
-    hidden, ffn = draws.choice((1, 5, 33, 70)), first.tp_size * draws.choice((1, 8, 17, 24))
-    return moe_rs_case(first, hidden, ffn, dtype, draws.randrange(2**32), **options)
+    hidden, ffn = draws.choice(widths), first.tp_size * draws.choice((1, 8, 17, 24))
+    case = moe_rs_case(first, hidden, ffn, dtype, draws.randrange(2**32), **options)
+    if draws.random() < 0.5:
+        turned = tuple(weight.transpose(1, 2).contiguous().transpose(1, 2) for weight in case.weights)
+        case = dataclasses.replace(case, weights=turned)
+    return case
 
 
 def drawn_room(routing: MoeRouting, draws: random.Random) -> int:

@@ -15,8 +15,9 @@ import torch
 
 import tileflux
 from tileflux import GemmConfig
-from tileflux.kernels import copy, gemm_launch, reduce
+from tileflux.kernels import copy, direct, gemm_launch, reduce, slabs, steps
 from tileflux.kernels.prepare import prepare
+from tileflux.kernels.prepared import launch_step
 from tileflux.ops.routing import Routing
 from tileflux.symm.group import Group
 from tileflux.testing import poisoned
@@ -27,7 +28,7 @@ from .dense_gpu import NothingToDo, one_rank
 
 SMALL = GemmConfig(64, 64, 64, num_warps=4, num_stages=2, num_feeders=2, num_chunks=2)
 AG_STRATEGIES = ("fused", "sequential", "pipelined")
-RS_STRATEGIES = ("fused", "summed apart", "sequential")
+RS_STRATEGIES = ("fused", "summed apart", "sequential", "pipelined")
 """Of ``moe_gemm_rs``; fused with the sums of ranks in the same launch, or in one of their own."""
 
 
@@ -98,10 +99,17 @@ def combine(group: Group, case: MoeCase, strategy: str, routing: Routing, num_ca
     return outs
 
 
+def _launch_nothing(kernel: Any, grid: int, *given: Any, **options: int) -> None:
+    """Steps of a pipeline would wait for ranks that are not there."""
+    launch_step(kernel, 0, *given, **options)
+
+
 def compile_part(index: int, count: int) -> None:
     """Compile every ``count``-th part from ``index`` on, as virtual ranks and as processes would have it."""
     gemm_launch._gemm_kernel = NothingToDo(gemm_launch._gemm_kernel)
     copy._move_kernel, reduce._reduce_kernel = NothingToDo(copy._move_kernel), NothingToDo(reduce._reduce_kernel)
+    for module in (direct, slabs, steps):
+        module.launch_step = _launch_nothing
     stream = Group.stream
     worlds = [(world_size, True) for world_size in (2, 4, 8)] + [(4, False)]
     for (world_size, is_virtual), dtype in [(world, dtype) for dtype in DENSE_DTYPES for world in worlds][index::count]:

@@ -18,7 +18,7 @@ import tileflux
 from tileflux import GemmConfig
 from tileflux.config import CONTROL
 from tileflux.errors import GroupBroken, MismatchError, PeerTimeout
-from tileflux.kernels import dense, gemm_host, scatter
+from tileflux.kernels import dense, direct, gemm_host, scatter
 from tileflux.kernels.turns import Turn
 from tileflux.ops import _dense
 from tileflux.symm.group import Group
@@ -108,7 +108,7 @@ def test_a_refused_call_leaves_the_group_usable() -> None:
 
 
 def test_configurations_survive_the_dispatcher() -> None:
-    numbers = GemmConfig(32, 64, 16, 1, 2, 3, 4, 5, 6, 7)
+    numbers = GemmConfig(32, 64, 16, 1, 2, 3, 4, 5, 6, 7, 8)
     for config in (
         None,
         GemmConfig(),
@@ -120,7 +120,7 @@ def test_configurations_survive_the_dispatcher() -> None:
     ):
         # By what they say: a switch that has become a number is equal to one, and none.
         assert repr(_dense.config_from(_dense.config_text(config))) == repr(config)
-    assert _dense.config_text(dataclasses.replace(numbers, hopper=True)).startswith("32 64 16 1 2 3 4 5 6 7 0 0 1")
+    assert _dense.config_text(dataclasses.replace(numbers, hopper=True)).startswith("32 64 16 1 2 3 4 5 6 7 8 0 0 1")
 
 
 def test_a_fallback_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -182,6 +182,8 @@ def _kernels_by_strategy(group: Group) -> dict[str, list[str]]:
         _spied(dense, name, ran)
     for name in ("_push_finished", "launch_gemm", "reduce"):
         _spied(scatter, name, ran)
+    for name in ("gather", "pull"):
+        _spied(direct, name, ran)
     found = {}
     with interpreted():
         for op in ("ag_gemm", "gemm_rs"):
@@ -197,10 +199,10 @@ def test_the_strategy_asked_for_is_what_is_launched() -> None:
     install_interpreter()
     for found in run_ranks(_kernels_by_strategy, 2):
         assert found == {
-            "ag_gemm sequential": ["move"],
+            "ag_gemm sequential": ["gather"],
             "ag_gemm pipelined": ["_multiply_arriving"],
             "ag_gemm fused": ["launch_gemm"],
-            "gemm_rs sequential": ["reduce"],
+            "gemm_rs sequential": ["pull"],
             "gemm_rs pipelined": ["_push_finished"],
             "gemm_rs fused": ["launch_gemm"],
         }

@@ -9,6 +9,7 @@ import torch
 
 import tileflux
 from tileflux import GemmConfig
+from tileflux.config import SWAPPED_BYTES
 from tileflux.errors import PeerTimeout
 from tileflux.kernels.plan import split_rows
 from tileflux.symm.group import Group
@@ -74,10 +75,11 @@ def _large(group: Group) -> None:
     exact = x.float() @ weight.float().t()
     rows = m // world_size
     y = poisoned((m, n), torch.bfloat16, group.device)
+    # Before anything waits: its kernel has to be loaded, which takes until those that wait have ended.
+    own = tileflux.gemm(x, weight, config=GemmConfig(128, 256, 64, num_warps=8, num_stages=4))
     group.synchronize()
     group.barrier()
     tileflux.ag_gemm(x[rank * rows :][:rows], weight, group=group, strategy="fused", out=y)
-    own = tileflux.gemm(x, weight, config=GemmConfig(128, 256, 64, num_warps=8, num_stages=4))
     group.synchronize()
     assert_close(y, exact, reduction=k, what="ag_gemm")
     assert torch.equal(y, own), "ag_gemm differs from gemm on the gathered rows"
@@ -143,6 +145,57 @@ def test_a_thousand_calls_back_to_back(where: str, config: GemmConfig) -> None:
     run_ranks(_stress, 4, args=(1000, config), where=where, device="cuda", timeout_s=200)  # type: ignore[arg-type]
 
 
+def _in_sequence(group: Group, num_calls: int) -> None:
+    """Calls of the same shape, which are made again by what the first have launched; then every result."""
+    world_size, rank, device = group.world_size, group.rank, group.device
+    m, n, k, mine = 64 * world_size, 128, 256, slice(64 * rank, 64 * rank + 64)
+    draw = torch.Generator(device).manual_seed(3)
+    xs = [torch.randn(m, k, generator=draw, device=device).bfloat16() for _ in range(num_calls)]
+    weight = torch.randn(n, k, generator=draw, device=device).bfloat16()
+    exact = [x.float() @ weight.float().t() for x in xs]
+    results = [(poisoned((m, n), x.dtype, device), poisoned((64, n), x.dtype, device)) for x in xs]
+    rows = [x[mine].contiguous() for x in xs]
+    group.synchronize()
+    group.barrier()
+    how = {"group": group, "strategy": "sequential"}
+    for x, own, (gathered, summed) in zip(xs, rows, results, strict=True):
+        tileflux.ag_gemm(own, weight, out=gathered, **how)
+        tileflux.gemm_rs(x, weight, out=summed, **how)
+    group.synchronize()
+    for number, (gathered, summed) in enumerate(results):
+        assert_close(gathered, exact[number], reduction=k, what=f"ag_gemm {number}")
+        assert_close(summed, world_size * exact[number][mine], reduction=k * world_size, what=f"gemm_rs {number}")
+
+
+def test_sequential_calls_in_a_row() -> None:
+    run_ranks(_in_sequence, 4, args=(50,), where="mps", timeout_s=120)
+
+
+def _swapped(group: Group) -> None:
+    """As many bytes as are swapped in a single launch: its programs must leave room for a product that comes late."""
+    m, n, k = 64, 2048, 64
+    draw = torch.Generator(group.device).manual_seed(group.rank)
+    x, weight = (torch.randn(size, k, generator=draw, device=group.device).bfloat16() for size in (m, n))
+    out = poisoned((m, n), torch.bfloat16, group.device)
+    exact = torch.zeros(m, n, device=group.device)
+    for rank in range(group.world_size):
+        draw = torch.Generator(group.device).manual_seed(rank)
+        theirs = [torch.randn(size, k, generator=draw, device=group.device).bfloat16().float() for size in (m, n)]
+        exact += theirs[0] @ theirs[1].t()
+    group.synchronize()
+    group.barrier()
+    for _ in range(20):
+        tileflux.gemm_ar(x, weight, group=group, strategy="sequential", algorithm="one_shot", out=out)
+    group.synchronize()
+    assert_close(out, exact, reduction=k * group.world_size, what=f"rank {group.rank}")
+
+
+@pytest.mark.parametrize(("where", "world_size"), [("virtual", 4), ("virtual", 8), ("mps", 4)])
+def test_sums_are_swapped(where: str, world_size: int) -> None:
+    assert SWAPPED_BYTES >= 64 * 2048 * 2
+    run_ranks(_swapped, world_size, where=where, device="cuda", timeout_s=120)  # type: ignore[arg-type]
+
+
 def _replay(group: Group, strategy: str, num_replays: int, config: GemmConfig) -> None:
     world_size, rank, device = group.world_size, group.rank, group.device
     m, n, k = 64 * world_size, 96, 64
@@ -177,7 +230,7 @@ def _replay(group: Group, strategy: str, num_replays: int, config: GemmConfig) -
 
 
 @BOTH_LOOPS
-@pytest.mark.parametrize("strategy", ["fused", "pipelined"])
+@pytest.mark.parametrize("strategy", ["fused", "pipelined", "sequential"])
 def test_cuda_graph_replays_count_on(strategy: str, config: GemmConfig) -> None:
     run_ranks(_replay, 2, args=(strategy, 100, config), where="virtual", device="cuda", timeout_s=180)
 

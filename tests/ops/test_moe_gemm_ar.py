@@ -19,7 +19,7 @@ from .moe_cases import check_rs_call, drawn_room, drawn_rs_case, routed, rs_argu
 def _every_type(group: Group, seed: int) -> None:
     draws = random.Random(seed)
     for dtype in DENSE_DTYPES:
-        for strategy in ("sequential", "fused", "auto"):
+        for strategy in ("sequential", "pipelined", "fused", "auto"):
             case = drawn_rs_case(group.world_size, dtype, draws)
             check_rs_call(group, case, draws, op="moe_gemm_ar", strategy=strategy)
 

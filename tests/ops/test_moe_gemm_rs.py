@@ -28,9 +28,9 @@ from .dense_cases import (
     needs_interpreter,
     weighted,
 )
-from .moe_cases import CONFIGS, check_rs_call, drawn_room, drawn_rs_case, on, routed, rs_arguments
+from .moe_cases import CONFIGS, EVEN_WIDTHS, WIDTHS, check_rs_call, drawn_room, drawn_rs_case, on, routed, rs_arguments
 
-STRATEGIES = ("sequential", "fused")
+STRATEGIES = ("sequential", "fused", "pipelined")
 
 
 def _every_type(group: Group, seed: int, backend: str, rounds: int = 1, tokens: int = 24) -> int:
@@ -38,7 +38,8 @@ def _every_type(group: Group, seed: int, backend: str, rounds: int = 1, tokens: 
     for _ in range(rounds):
         for dtype in DENSE_DTYPES:
             for strategy in (*STRATEGIES, "auto") if backend == "host" else STRATEGIES[1:]:
-                case = drawn_rs_case(group.world_size, dtype, draws, tokens)
+                widths = EVEN_WIDTHS if strategy == "pipelined" and draws.random() < 0.7 else WIDTHS
+                case = drawn_rs_case(group.world_size, dtype, draws, tokens, widths)
                 config = draws.choice(CONFIGS)
                 if backend != "host":
                     config = dataclasses.replace(SMALL, num_chunks=draws.randrange(1, 4))
@@ -50,7 +51,7 @@ def _every_type(group: Group, seed: int, backend: str, rounds: int = 1, tokens: 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_type_and_strategy(world_size: int) -> None:
     seed = int(torch.randint(2**30, ()))
-    assert run_ranks(_every_type, world_size, args=(seed, "host", 2)) == [2 * 3 * len(DENSE_DTYPES)] * world_size
+    assert run_ranks(_every_type, world_size, args=(seed, "host", 2)) == [2 * 4 * len(DENSE_DTYPES)] * world_size
 
 
 @needs_interpreter
@@ -85,9 +86,11 @@ def _agree(group: Group, seed: int, backend: str, dtypes: tuple[torch.dtype, ...
     """With any number of slabs, every time: sums have one order."""
     draws = random.Random(seed)
     for dtype in dtypes:
-        case = drawn_rs_case(group.world_size, dtype, draws, tokens=20)
+        case = drawn_rs_case(group.world_size, dtype, draws, 20, draws.choice((WIDTHS, EVEN_WIDTHS)))
         found = []
-        for strategy, num_slabs in (("sequential", 1), ("fused", 1), ("fused", 2), ("fused", 5), ("fused", 2)):
+        ways = (("sequential", 1), ("fused", 1), ("fused", 2), ("fused", 5), ("fused", 2), ("pipelined", 1),
+                ("pipelined", 3), ("fused", 2), ("pipelined", 4))  # fmt: skip
+        for strategy, num_slabs in ways:
             config = dataclasses.replace(SMALL, num_chunks=num_slabs)
             found.append(check_rs_call(group, case, draws, backend, strategy=strategy, config=config))
         for other in found[1:]:
@@ -129,9 +132,10 @@ def test_calls_in_a_row_with_other_routings(strategy: str) -> None:
 
 
 @needs_interpreter
-def test_calls_in_a_row_with_other_routings_interpreted() -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_calls_in_a_row_with_other_routings_interpreted(strategy: str) -> None:
     install_interpreter()
-    run_ranks(_back_to_back, 2, args=("fused", "interpret"), timeout_s=120)
+    run_ranks(_back_to_back, 2, args=(strategy, "interpret"), timeout_s=120)
 
 
 def _nothing(group: Group) -> None:
@@ -241,7 +245,6 @@ def test_refusals() -> None:
         (r"x \(4, 2\) and weight \(5, 3\) differ in K", {"h": h[:, :2]}),
         ("config has block_m=16, but rows were routed with 32; route with block_m=16", {"config": SMALL}),
         ("strategy='magic' is not one of auto, sequential, pipelined, fused", {"strategy": "magic"}),
-        ("strategy='pipelined' is not there; take 'fused', which works slab by slab", {"strategy": "pipelined"}),
         ("out_dtype=torch.int8 should be", {"out_dtype": torch.int8}),
         (r"scale_weight should be a number, or float32 of shape", {**small, "scale_weight": torch.ones(5)}),
         ("scales belong to fp8 and int8", {"scale_h": 2.0}),

@@ -19,8 +19,8 @@ from .moe_gpu import AG_STRATEGIES, RS_STRATEGIES, SMALL, combine, combine_argum
 pytestmark = pytest.mark.gpu
 
 
-def _check_gather(group: Group, case: MoeCase, strategy: str) -> None:
-    right, out = expected_ag(case, group.rank), gather(group, case, strategy)
+def _check_gather(group: Group, case: MoeCase, strategy: str, right: torch.Tensor) -> None:
+    out = gather(group, case, strategy)
     group.synchronize()
     what = f"moe_ag_gemm {strategy} {case.xs[0].dtype} {case.routing.sizes} on rank {group.rank}"
     result = out.cpu()  # where looking at it loads no kernel: a virtual peer may wait already
@@ -28,8 +28,8 @@ def _check_gather(group: Group, case: MoeCase, strategy: str) -> None:
     assert result[len(right) :].isnan().all(), f"{what}: written behind the last row"
 
 
-def _check_combine(group: Group, case: MoeCase, strategy: str) -> None:
-    right, routing = expected_rs(case, group.rank), routed(group, case)
+def _check_combine(group: Group, case: MoeCase, strategy: str, right: torch.Tensor) -> None:
+    routing = routed(group, case)
     results = [out.cpu() for out in combine(group, case, strategy, routing, num_calls=2)]
     what = f"moe_gemm_rs {strategy} {case.xs[0].dtype} {case.routing.sizes} on rank {group.rank}"
     reduction = case.num_terms * group.world_size
@@ -40,10 +40,12 @@ def _check_combine(group: Group, case: MoeCase, strategy: str) -> None:
 def _every_type(group: Group) -> None:
     for dtype in DENSE_DTYPES:
         for first, second in layers(group.world_size, dtype):
+            right = expected_ag(first, group.rank)
             for strategy in AG_STRATEGIES:
-                _check_gather(group, first, strategy)
+                _check_gather(group, first, strategy, right)
+            right = expected_rs(second, group.rank)
             for strategy in RS_STRATEGIES:
-                _check_combine(group, second, strategy)
+                _check_combine(group, second, strategy, right)
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
@@ -108,7 +110,8 @@ def _stress(group: Group, num_calls: int) -> None:
         case = moe_rs_case(routing, 64, 48 * group.world_size, torch.bfloat16, number)
         here = routed(group, case)
         given = combine_arguments(group, case, here)
-        calls.append((case, tileflux.moe_gemm_rs(**given, routing=here, strategy="fused", config=SMALL)))
+        strategy = draws.choice(("fused", "pipelined"))
+        calls.append((case, tileflux.moe_gemm_rs(**given, routing=here, strategy=strategy, config=SMALL)))
     group.synchronize()
     for number, (case, out) in enumerate(calls):
         right, reduction = expected_rs(case, group.rank), case.num_terms * group.world_size

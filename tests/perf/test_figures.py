@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tileflux.perf.figures import BASELINES, CaseResult, Duel, Timing, ect, hidden, judge, limit, summarize
+from tileflux.perf.figures import BASELINES, CaseResult, Duel, Timing, baseline_of, ect, hidden, judge, limit, summarize
 
 
 def case(m: int = 512, /, spread: float = 0.0, **seconds: float) -> CaseResult:
@@ -75,6 +75,19 @@ def test_a_case_asks_the_same() -> None:
     assert result.over("sequential", fused) == 14.0 / 11.0 and result.over("torch", fused) is None
     assert result.rival == result.find("pipelined")
     assert case(ours_fused=1.0).rival is None
+
+
+def test_a_baseline_is_the_quickest_of_all_ways_to_it() -> None:
+    kinds = ("sequential", "pipelined", "torch", "torch one-shot", "torch two-shot", "ours sequential", "torchlike")
+    assert [baseline_of(name) for name in kinds] == ["sequential", "pipelined", *["torch"] * 3, None, None]
+    for seconds in ({"torch_one": 12.0, "torch_two": 13.0}, {"torch_one": 13.0, "torch_two": 12.0}):
+        result = case(sequential=14.0, ours_fused=6.0, **seconds)
+        _, ours, *ways = result.contenders
+        quick, slow = sorted(ways, key=lambda timing: timing.seconds)
+        assert result.best("torch") is quick is result.rival and result.best("pipelined") is None
+        assert result.over("torch", ours) == 2.0 and result.over("torch", slow) == 12.0 / 13.0
+        verdict = judge([result])
+        assert verdict is not None and verdict.over("torch") == (2.0,)
 
 
 def test_a_plain_product_has_nothing_to_hide() -> None:

@@ -128,7 +128,7 @@ def _programs(
     for program, unit in enumerate(units):
         time = chance.uniform(0, 6)
         for step in range(program, shards * chunks * rows * columns, len(units)):
-            owner, chunk, row, column, turn = order(step, rank, shards, chunks, rows, columns, 8, 1)
+            owner, chunk, row, column, turn = order(step, rank, shards, chunks, rows, columns, 8, (1, 0))
             begin = time
             there = ready(begin, owner, chunk)
             computed = there + compute()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import tileflux
+from tileflux.symm import cuda
 from tileflux.symm.group import Group
 from tileflux.testing import run_ranks
 
@@ -54,8 +57,6 @@ def test_two_streams_of_one_group() -> None:
 
 
 def _make_and_close(group: Group) -> int:
-    from tileflux.symm import cuda
-
     before = len(cuda._mapped)
     for _ in range(4):
         with Group.from_process_group(device=group.device) as other:
@@ -68,3 +69,69 @@ def _make_and_close(group: Group) -> int:
 @pytest.mark.gpu
 def test_groups_closed_together_free_their_memory() -> None:
     assert run_ranks(_make_and_close, 2, where="mps", timeout_s=120) == [0, 0]
+
+
+SCHEMAS = {
+    "one_shot_all_reduce_out": "(Tensor input, str reduce_op, str group_name, Tensor(a!) out) -> Tensor(a!)",
+    "two_shot_all_reduce_": "(Tensor(a!) input, str reduce_op, str group_name) -> Tensor(a!)",
+    "multimem_all_reduce_": "(Tensor(a!) input, str reduce_op, str group_name) -> Tensor(a!)",
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_torchs_all_reduces_are_what_is_called(name: str) -> None:
+    """Its interface is alpha. No build without a GPU can call them, but all have their signatures."""
+    op = getattr(torch.ops.symm_mem, name)
+    assert op.overloads() == ["default"] and str(op.default._schema) == f"symm_mem::{name}{SCHEMAS[name]}"
+
+
+def _record(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[object, ...]]]:
+    """In place of torch's ops: each call, once its arguments have been matched with the op's own schema."""
+    calls: list[tuple[str, tuple[object, ...]]] = []
+
+    def stand_in(name: str) -> object:
+        expected = [argument.type.kind() for argument in getattr(torch.ops.symm_mem, name).default._schema.arguments]
+
+        def call(*arguments: object) -> None:
+            given = ["TensorType" if isinstance(each, torch.Tensor) else "StringType" for each in arguments]
+            assert given == expected
+            calls.append((name, arguments))
+
+        return call
+
+    made = SimpleNamespace(**{name: stand_in(name) for name in SCHEMAS})
+    monkeypatch.setattr(cuda.torch.ops, "symm_mem", made)
+    return calls
+
+
+def test_a_symmetric_sum_calls_them_with_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _record(monkeypatch)
+    made = object.__new__(cuda.SymmetricSum)
+    made.buffer, made._group_name = torch.empty(2, 4), "some group"
+    out = torch.empty(2, 4)
+    assert [made.all_reduce(way, out) is made.buffer for way in cuda.ALL_REDUCES] == [False, True, True]
+    assert made.all_reduce("one-shot", out) is out
+    assert [name for name, _ in calls[:3]] == list(SCHEMAS)
+    for _, arguments in calls:
+        assert arguments[0] is made.buffer and arguments[1:3] == ("sum", "some group")
+    assert [len(arguments) for _, arguments in calls] == [4, 3, 3, 4] and calls[0][1][3] is out
+    with pytest.raises(ValueError, match="way='ring' is not one of one-shot, two-shot, multimem"):
+        made.all_reduce("ring", out)
+
+
+@pytest.mark.parametrize(
+    ("way", "shape", "dtype", "has_multicast", "reason"),
+    [
+        ("one-shot", (3, 6), torch.bfloat16, False, ""),
+        ("two-shot", (1, 1), torch.float32, False, ""),
+        ("multimem", (1, 2), torch.bfloat16, True, ""),
+        ("multimem", (1, 2), torch.bfloat16, False, "no multicast"),
+        ("one-shot", (8, 8), torch.float16, True, "float32 and bfloat16, not float16"),
+        ("two-shot", (3, 5), torch.bfloat16, True, "multiples of 4 bytes, not 30"),
+    ],
+)
+def test_why_torch_would_refuse_a_sum(
+    way: str, shape: tuple[int, int], dtype: torch.dtype, has_multicast: bool, reason: str
+) -> None:
+    found = cuda.why_not_all_reduce(way, shape, dtype, has_multicast)
+    assert reason in found and bool(reason) == bool(found)

@@ -126,3 +126,15 @@ def test_summary_lists_regions() -> None:
     assert "scratch: 1.00 MiB" in text and "mailbox" in text
     assert isinstance(group._workspace, Workspace)
     group.close()
+
+
+@pytest.mark.parametrize("where", ["fork", "virtual"])
+def test_what_a_call_in_inference_mode_needs_first_can_be_written_outside_of_it(where: str) -> None:
+    run_ranks(_infer_first, 2, where=where)  # type: ignore[arg-type]
+
+
+def _infer_first(group: Group) -> None:
+    with torch.inference_mode():
+        region = group.region("large", 1 << 20)
+    region.view().fill_(1)
+    assert not any(view.is_inference() for view in group._workspace._segments[-1].views)

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import tileflux
 from tileflux import ops
+from tileflux.symm import cuda
 from tileflux.symm.group import Group
 from tileflux.testing import contenders as module
 from tileflux.testing import run_ranks
-from tileflux.testing.contenders import draw, gemm_suite, group_suite, product
+from tileflux.testing.contenders import Suite, draw, gemm_suite, group_suite, product
 from tileflux.tune.lookup import STRATEGIES
 
 from .suites import passes, try_all
@@ -42,8 +44,7 @@ def test_every_contender_is_right(world_size: int, op: str, dtype: str) -> None:
         assert found["parts"] == ["gemm", "comm", "beside"]
         assert found["auto"] in STRATEGIES and found["auto"] != "auto"
         assert list(found["skipped"]) == ["torch"]
-        reason = "no fused matmul and all-reduce" if op == "gemm_ar" else "need ranks that are processes with GPUs"
-        assert reason in found["skipped"]["torch"]
+        assert "need ranks that are processes with GPUs" in found["skipped"]["torch"]
 
 
 def _run_parts(group: Group, op: str, shape: tuple[int, int, int]) -> None:
@@ -180,7 +181,6 @@ def test_a_plain_product_against_the_librarys(dtype: str, monkeypatch: pytest.Mo
     [
         ("ag_gemm", "cuda", (4, 4), ""),
         ("gemm_rs", "cuda", (4, 4), ""),
-        ("gemm_ar", "cuda", (4, 4), "no fused matmul and all-reduce"),
         ("ag_gemm", "local", (4, 4), "processes with GPUs"),
         ("gemm_rs", "cuda", (4, 3), "rows that divide by the ranks"),
     ],
@@ -203,3 +203,119 @@ def _try_all_on_gpu(group: Group, op: str, shape: tuple[int, int, int]) -> dict[
     suite = group_suite(group, op, shape, "bfloat16", STRATEGIES)
     try_all(group, suite, skips=("torch",))
     return {"names": [contender.name for contender in suite.contenders]}
+
+
+class StandIn:
+    """Torch's sums of symmetric memory without a GPU: as its kernels add, part by part in the order of ranks."""
+
+    group: Group
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.buffer = torch.empty(shape, dtype=dtype, device=device)
+
+    def all_reduce(self, way: str, out: torch.Tensor) -> torch.Tensor:
+        parts = ops.all_gather(self.buffer, group=self.group).chunk(self.group.world_size)
+        found = out if way == "one-shot" else self.buffer
+        found.copy_(sum(parts[1:], start=parts[0]))
+        return found
+
+
+def _with_stand_in(group: Group, dtype: str, break_it: str) -> dict[str, object]:
+    """What is tried where ranks have GPUs, and which of torch's results pass."""
+
+    class Broken(StandIn):
+        def all_reduce(self, way: str, out: torch.Tensor) -> torch.Tensor:
+            found = super().all_reduce(way, out)
+            if way == break_it and group.rank == 1:
+                found[-1, -1] += 4.0
+            return found
+
+    StandIn.group = group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "SymmetricSum", Broken)
+        task = module._TASKS["gemm_ar"](group, "gemm_ar", SHAPES[2], getattr(torch, dtype))
+        with patch.context() as on_gpus:
+            on_gpus.setattr(Group, "transport", "cuda")
+            found, skipped = task.by_torch()
+        suite = Suite({}, found, task.poison, "")
+        if not break_it:
+            try_all(group, suite)
+        right = []
+        for each in found:
+            suite.poison()
+            assert not passes(suite, each.name)
+            each.run()
+            right += [each.name] if passes(suite, each.name) else []
+    return {"names": [each.name for each in found], "skipped": skipped, "right": right}
+
+
+SUMS = ["torch one-shot", "torch two-shot"]
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, "float32"), (3, "bfloat16")])
+def test_torchs_sums_are_tried_one_by_one(world_size: int, dtype: str) -> None:
+    for found in run_ranks(_with_stand_in, world_size, args=(dtype, "")):
+        assert found["names"] == found["right"] == SUMS
+        assert found["skipped"] == {"torch multimem": "these ranks have no multicast"}
+
+
+def test_torch_may_round_after_every_part_where_it_does() -> None:
+    """Of eight ranks in bf16 that is more than a sum that is rounded once may be off."""
+    m, n, k = 512, 512, 64
+    groups = tileflux.local_groups(8)
+    task = module._AllReduce(groups[3], "gemm_ar", (m, n, k), torch.bfloat16)
+    shards = [[draw(first + rank, (rows, k // 8), torch.bfloat16, torch.device("cpu")) for rank in range(8)]
+              for first, rows in ((0, m), (100, n))]  # fmt: skip
+    parts = [product(x, weight).bfloat16() for x, weight in zip(*shards, strict=True)]
+    task.torch_out = sum(parts[1:], start=parts[0])
+    task._check_sum("one-shot")
+    task._check_sum("two-shot")
+    with pytest.raises(AssertionError, match="more than rounding explains"):
+        task._check_sum("multimem")
+    task.torch_out = task.expected.bfloat16()
+    task._check_sum("multimem")
+    for group in groups:
+        group.close()
+
+
+@pytest.mark.parametrize("way", ["one-shot", "two-shot"])
+def test_one_wrong_element_of_torchs_sum_is_seen_where_it_is(way: str) -> None:
+    first, second = run_ranks(_with_stand_in, 2, args=("float32", way))
+    assert first["right"] == SUMS and second["right"] == [name for name in SUMS if name != f"torch {way}"]
+
+
+def test_sums_that_torch_would_refuse_are_left_out_with_the_reason() -> None:
+    task = object.__new__(module._AllReduce)
+    task.group = SimpleNamespace(transport="cuda", traits=SimpleNamespace(has_multicast=True))  # type: ignore[assignment]
+    task.shape, task.dtype = (3, 5, 8), torch.bfloat16
+    found, skipped = task.by_torch()
+    assert not found and list(skipped) == [*SUMS, "torch multimem"]
+    assert all("multiples of 4 bytes, not 30" in why for why in skipped.values())
+    task.shape = (3, 6, 8)
+    found, skipped = task.by_torch()
+    assert [each.name for each in found] == [*SUMS, "torch multimem"] and not skipped
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [(256, 128, 128), (3, 50, 64)])
+def test_torchs_sums_on_a_shared_gpu(shape: tuple[int, int, int], dtype: str) -> None:
+    for found in run_ranks(_repeat_sums, 2, args=(shape, dtype), where="mps", timeout_s=120):
+        assert found == (SUMS, {"torch multimem": "these ranks have no multicast"})
+
+
+def _repeat_sums(group: Group, shape: tuple[int, int, int], dtype: str) -> tuple[list[str], dict[str, str]]:
+    """All of them through the same buffer, and back to back: a product must not overwrite what a peer still reads."""
+    suite = group_suite(group, "gemm_ar", shape, dtype, ())
+    try_all(group, suite)
+    sums = [each for each in suite.contenders if each.name.startswith("torch")]
+    for each in sums:
+        suite.poison()
+        group.synchronize()
+        group.barrier()
+        for _ in range(50):
+            each.run()
+        group.synchronize()
+        each.check()
+        group.barrier()
+    return [each.name for each in sums], suite.skipped

@@ -190,7 +190,7 @@ BUGS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "the first tile announces all": (_plant_announcement, "gemm_rs fused, summed apart", 2),
     "the first sum announces its slab": (_plant_announcement, "moe_gemm_rs fused, summed apart", 2),
     "a sum apart waits for nobody": (
-        lambda p: p.setattr(steps, "_await_everyone", _await_nobody),
+        lambda p: p.setattr(steps, "await_everyone", _await_nobody),
         "gemm_rs fused, summed apart",
         2,
     ),

@@ -57,7 +57,10 @@ def test_calls_are_counted_by_op() -> None:
     assert (ghosts.num_calls("ag_gemm"), ghosts.num_calls("gemm_rs"), ghosts.num_calls("gemm")) == (3, 1, 0)
 
 
-def test_slabs_are_sent_when_as_much_has_been_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("watch_staging", [True, False])
+def test_slabs_are_sent_when_as_much_has_been_staged_or_sent(
+    watch_staging: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In every direction the order in which ranks come to each other; no ack before the last slab has come."""
     rows, num_columns = (3, 4, 0, 5), 40
     config = GemmConfig(16, 16, 16, num_chunks=2)
@@ -80,12 +83,12 @@ def test_slabs_are_sent_when_as_much_has_been_staged(monkeypatch: pytest.MonkeyP
         ghosts, "_send", lambda source, chunk, to, slab: seen.append(("send", source, chunk, to, slab)), raising=True
     )
     partials = [[torch.randn(3, 32), torch.randn(3, 8)] for _ in rows]
-    ghosts.scatter_slabs(here, partials)
+    ghosts.scatter_slabs(here, partials, watch_staging=watch_staging)
     expected: list[tuple] = [("sending",)]
     for slab in range(2):
         for owner, source in ((1, 3), (2, 2), (3, 1)):
             if rows[owner]:
-                expected.append(("wait", ("staged", owner, slab), 7))
+                expected.append(("wait", ("staged", owner, slab) if watch_staging else ("flag", owner, slab, 0), 7))
             to = ("slot", 0, source, slab, torch.float32, num_columns)
             expected += [("send", source, slab, to, partials[source][slab]), ("write", ("flag", 0, slab, source), 7)]
     expected.append(("answering",))

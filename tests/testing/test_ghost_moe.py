@@ -31,9 +31,8 @@ CPU = torch.device("cpu")
 WORLD = 4
 MIXTURE = Mixture(8, 2, 2, "skewed")
 SHAPE = (66, 24, 16)
-WAYS = {"moe_ag_gemm": STRATEGIES, "moe_gemm_rs": tuple(each for each in STRATEGIES if each != "pipelined")}
 CASES = tuple(
-    BenchCase(op, m, n, 256, "bfloat16", WAYS[op], 2, mixture)
+    BenchCase(op, m, n, 256, "bfloat16", STRATEGIES, 2, mixture)
     for op, n in (("moe_ag_gemm", 256), ("moe_gemm_rs", 640))
     for m in (512, 301)
     for mixture in (Mixture(8, 2), Mixture(8, 2, 2, "skewed"))
@@ -183,13 +182,17 @@ def test_sums_for_peers_are_those_of_real_ranks() -> None:
     run_ranks(_sums_as_by_the_op, WORLD)
 
 
+@pytest.mark.parametrize("strategy", ["fused", "pipelined"])
 @pytest.mark.parametrize("config", [None, GemmConfig(32, 16, 32, num_chunks=1)])
-def test_ghosts_send_slabs_by_the_plan_of_the_op(config: GemmConfig | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ghosts_send_slabs_by_the_plan_of_the_op(
+    config: GemmConfig | None, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever slabs and tiles it has; by the plan that the op comes to when it is asked for the same."""
     played: list[Any] = []
     ghosts = SimpleNamespace(
         start=lambda: played.append("start"), num_calls=lambda op: 5,
-        scatter_slabs=lambda here, slabs: played.append((here.plan, slabs)), join=lambda: played.append("join"),
+        scatter_slabs=lambda here, slabs, watch_staging: played.append((here.plan, slabs, watch_staging)),
+        join=lambda: played.append("join"),
     )  # fmt: skip
     (group,) = tileflux.local_groups(1)
     routing = route_gathered(
@@ -202,13 +205,14 @@ def test_ghosts_send_slabs_by_the_plan_of_the_op(config: GemmConfig | None, monk
     monkeypatch.setattr(ghost_moe, "turn", lambda group, plan: SimpleNamespace(plan=plan))
     monkeypatch.setattr(ops, "moe_gemm_rs", lambda *given, **named: called.append((given, named)))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    task.caller("fused", config)()
+    task.caller(strategy, config)()
     ((given, named),) = called
     assert given[0] is task.x and given[1] is task.weight and given[2] is routing
-    assert named == {"strategy": "fused", "config": config, "out": task.out} and named["out"] is task.out
-    start, (plan, slabs), join = played
+    assert named == {"strategy": strategy, "config": config, "out": task.out} and named["out"] is task.out
+    start, (plan, slabs, watch_staging), join = played
     assert (start, join, task.epoch) == ("start", "join", 5) and task.here.plan is plan
-    assert plan == plan_of_op(monkeypatch, task, routing, usual.config, config)
+    assert watch_staging == (strategy == "fused")
+    assert plan == plan_of_op(monkeypatch, task, routing, usual.config, config, strategy)
     assert len(slabs) == WORLD
     for source, each in enumerate(slabs):
         assert all(slab.is_contiguous() for slab in each) and torch.equal(torch.cat(each, 1), task.partials[source])
@@ -216,8 +220,9 @@ def test_ghosts_send_slabs_by_the_plan_of_the_op(config: GemmConfig | None, monk
 
 
 def plan_of_op(
-    monkeypatch: pytest.MonkeyPatch, task: Any, routing: Routing, usual: GemmConfig, config: GemmConfig | None
-) -> Any:
+    monkeypatch: pytest.MonkeyPatch, task: Any, routing: Routing, usual: GemmConfig, config: GemmConfig | None,
+    strategy: str,
+) -> Any:  # fmt: skip
     """By which plan the op goes among ranks whose copies need no SM, with all that it would launch left out."""
     module = import_module("tileflux.ops.moe_gemm_rs")
     plans: list[Any] = []
@@ -238,7 +243,8 @@ def plan_of_op(
     with monkeypatch.context() as patch, pytest.raises(Stop):
         patch.setattr(combine, "turn", turn)
         patch.setattr(module, "run_combine", run)
-        patch.setattr(module._dense, "choose", lambda *given: SimpleNamespace(strategy="fused", config=config or usual))
+        choice = SimpleNamespace(strategy=strategy, config=config or usual)
+        patch.setattr(module._dense, "choose", lambda *given: choice)
         module.moe_gemm_rs(task.x, task.weight[:1].expand(8, -1, -1).contiguous(), routing, config=config)
     return plans[0]
 
@@ -269,21 +275,23 @@ def _measure(rank: int, world_size: int, cases: tuple[BenchCase, ...]) -> list[R
 
 
 def _repeat(rank: int, world_size: int) -> None:
-    """Twenty calls on top of each other, of two problems in any order, and then right results."""
+    """Twenty calls on top of each other, of two problems and strategies in any order, and then right results."""
     cases = [case for case in CASES if case.op == "moe_gemm_rs"]
     with ghost_group(WORLD, timeout_s=5) as group:
         suites = [bench.make_suite(group, case) for case in cases]
         for suite in suites:
             assert bench.check_suite(group, suite) == ""
-        fused = [next(each for each in suite.contenders if each.name == "ours fused") for suite in suites]
+        ours = [
+            [each for each in suite.contenders if each.name in ("ours fused", "ours pipelined")] for suite in suites
+        ]
         for call in range(20):
-            number = int(torch.randint(len(suites), ()))
+            number, way = int(torch.randint(len(suites), ())), int(torch.randint(2, ()))
             suites[number].poison()
-            fused[number].run()
+            ours[number][way].run()
             if call % 7 == 6:
                 torch.cuda.current_stream().synchronize()  # ghosts have blocks of flags for eight calls
         group.synchronize()
-        fused[number].check()
+        ours[number][way].check()
 
 
 @pytest.mark.gpu
@@ -295,7 +303,7 @@ def test_sums_call_after_call() -> None:
 def test_every_contender_is_right() -> None:
     for case, times in zip(CASES, on_gpu(_measure, CASES), strict=True):
         assert times.problem == "", f"{case}: {times.problem}"
-        ours = [f"ours {each}" for each in ("auto", "pipelined", "fused") if each in WAYS[case.op]]
+        ours = [f"ours {each}" for each in STRATEGIES if each != "sequential"]
         assert list(times.rounds) == ["route", "gemm", "comm", "beside", "sequential", "pipelined", *ours]
         assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in times.rounds.values())
         assert set(times.skipped) == {"torch", "ours sequential"} and all(times.skipped.values())

@@ -12,6 +12,7 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
+import tileflux
 from tileflux import ops
 from tileflux.config import GemmConfig
 from tileflux.kernels import roles, steps
@@ -49,6 +50,22 @@ def test_a_product_alone() -> None:
     (times,) = run_ranks(measure_host, 1, args=([make_case("gemm", num_rounds=None)], None))[0]
     assert list(times.batches) == ["ours", "torch.mm"] and times.auto == ""
     assert {len(batches) for batches in times.batches.values()} == {host.NUM_BATCHES}
+
+
+def test_of_what_was_skipped_only_ours_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks what torch costs the host."""
+    make = host.make_suite
+
+    def with_skipped(group: Group, case: BenchCase) -> Suite:
+        suite = make(group, case)
+        suite.skipped = dict.fromkeys(("torch", "torch two-shot", "ours made up"), "not today")
+        return suite
+
+    monkeypatch.setattr(host, "make_suite", with_skipped)
+    (group,) = tileflux.local_groups(1)
+    with group:
+        (times,) = measure_host(group, [make_case("gemm", num_rounds=1)], None)
+    assert times.skipped == {"ours made up": "not today"}
 
 
 def _broken(group: Group) -> HostTimes:

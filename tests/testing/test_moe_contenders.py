@@ -20,7 +20,7 @@ from tileflux.tune.lookup import STRATEGIES
 from .suites import passes, try_all
 
 OPS = ("moe_ag_gemm", "moe_gemm_rs")
-OURS = {"moe_ag_gemm": STRATEGIES, "moe_gemm_rs": ("auto", "sequential", "fused")}
+OURS = dict.fromkeys(OPS, STRATEGIES)
 LAYOUTS = [(2, Mixture(4, 2)), (3, Mixture(6, 1)), (4, Mixture(8, 3, 2, "skewed")), (2, Mixture(4, 2, 2))]
 """Ranks and experts. With three ranks nothing divides; with sets of experts there are fewer rows than there is room."""
 SHAPE = (65, 50, 34)

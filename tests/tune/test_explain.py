@@ -141,7 +141,8 @@ def test_tiles_on_a_gpu_are_as_high_as_an_expert_fills(
     tokens: int, num_experts: int, top_k: int, block_m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A made-up H200, whose product alone decides about the rest of a tile."""
-    group: Any = SimpleNamespace(device=torch.device("cuda", 0), world_size=4)
+    traits = SimpleNamespace(copies_need_sms=False)
+    group: Any = SimpleNamespace(device=torch.device("cuda", 0), world_size=4, traits=traits)
     hopper = {"arch": 90, "num_sms": 132, "link": "NVLink"}
 
     def problem_for(op: str, m: int, n: int, k: int, *others: object) -> GemmProblem:
@@ -152,7 +153,7 @@ def test_tiles_on_a_gpu_are_as_high_as_an_expert_fills(
     alone = rule(GemmProblem("gemm", tokens if block_m == 128 else block_m, 2048, 4096, 1, "bfloat16", **hopper)).config  # type: ignore[arg-type]
     assert told.config.block_m == block_m
     assert (told.config.block_n, told.config.block_k) == (alone.block_n, alone.block_k)
-    assert told.strategy == ("sequential" if tokens < 512 else "fused")
+    assert told.strategy == ("sequential" if tokens < 512 else "pipelined")
 
 
 @pytest.mark.parametrize("copies_need_sms", [True, False])
@@ -162,8 +163,24 @@ def test_what_copies_send_is_not_in_symmetric_memory(copies_need_sms: bool, monk
     problem = GemmProblem("moe_gemm_rs", 1024, 2048, 512, 4, "bfloat16", arch=90, num_sms=132)
     monkeypatch.setattr("tileflux.tune.explain.problem_for", lambda *arguments: problem)
     told = explain("moe_gemm_rs", 1024, 2048, 512, group=group, num_experts=8, top_k=2)
-    assert told.strategy == "fused"
+    assert told.strategy == "pipelined"
     assert told.symmetric_bytes == (2 if copies_need_sms else 1) * 1024 * 2048 * 2
+
+
+@pytest.mark.parametrize(
+    ("op", "m", "num_elements"),
+    [("ag_gemm", 512, 512 * 256), ("gemm_rs", 512, 512 * 2048), ("gemm_ar", 8, 2 * 4 * 8 * 2048),
+     ("gemm_ar", 256, 256 * 2048)],
+)  # fmt: skip
+def test_what_peers_read_or_write_directly_is_symmetric(
+    op: str, m: int, num_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traits = SimpleNamespace(copies_need_sms=True)
+    group: Any = SimpleNamespace(device=torch.device("cuda", 0), world_size=4, traits=traits)
+    problem = GemmProblem(op, m, 2048, 256, 4, "bfloat16", arch=90, num_sms=33, link="same GPU")
+    monkeypatch.setattr("tileflux.tune.explain.problem_for", lambda *arguments: problem)
+    told = explain(op, m, 2048, 256, group=group)
+    assert (told.strategy, told.symmetric_bytes) == ("sequential", 2 * num_elements)
 
 
 def test_one_rank_holds_nothing() -> None:

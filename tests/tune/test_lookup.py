@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,14 +18,20 @@ from hypothesis import strategies as st
 from tileflux.config import GemmConfig, GemmProblem
 from tileflux.tune import lookup as lookup_module
 from tileflux.tune import store
-from tileflux.tune.lookup import STRATEGIES, Choice, forget, lookup, problem_for, rule
+from tileflux.tune.lookup import STRATEGIES, Choice, forget, lookup, problem_for, rule, stage_span, usual_slabs
 from tileflux.tune.store import Entry
 
 from .entries import H200, drawn, make_entry
 
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
 H100 = {"arch": 90, "num_sms": 132}
-GPUS = ({}, {"arch": 80, "num_sms": 108}, H100, {"arch": 100, "num_sms": 148})
+GPUS: tuple[dict[str, Any], ...] = (
+    {},
+    {"arch": 80, "num_sms": 108},
+    {**H100, "link": "PCIe"},
+    {"arch": 90, "num_sms": 33, "link": "same GPU"},
+    {"arch": 100, "num_sms": 148, "link": "NVLink"},
+)
 
 sizes = st.sampled_from([0, 1, 128, 4096]) | st.integers(0, 20_000)
 
@@ -64,7 +71,12 @@ def test_looking_up_touches_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_of_a_sum_choose_alike_whatever_their_depth(problem: GemmProblem, other_depth: int) -> None:
     """Tiles are announced by number, and a strategy needs all ranks: one that has no terms included."""
     first, second = (lookup(dataclasses.replace(problem, k=k)) for k in (problem.k, other_depth))
-    assert (first.strategy, first.algorithm, first.config) == (second.strategy, second.algorithm, second.config)
+    assert _shared(first) == _shared(second)
+
+
+def _shared(choice: Choice) -> tuple[str, str, GemmConfig]:
+    """What ranks must agree on: not how they go through their own tiles."""
+    return choice.strategy, choice.algorithm, dataclasses.replace(choice.config, span=1, alone=0)
 
 
 @given(problems("ag_gemm"), sizes)
@@ -143,26 +155,50 @@ def test_large_tiles_are_those_that_end_first(op: str, m: int, n: int, link: str
 
 
 @pytest.mark.parametrize(
-    ("op", "m", "n", "link", "span"),
+    ("op", "m", "n", "k", "link", "span", "alone"),
     [
-        (
-            "ag_gemm",
-            1024,
-            49152,
-            "PCIe",
-            2,
-        ),  # 128 rows each: memory could just read the weight for them alone
-        ("ag_gemm", 512, 49152, "NVLink", 4),
-        ("ag_gemm", 2048, 49152, "PCIe", 1),
-        ("ag_gemm", 1024, 6144, "PCIe", 1),  # what is gathered takes longer anyway
-        ("gemm_rs", 1024, 12288, "PCIe", 2),
-        ("gemm_rs", 64, 12288, "PCIe", 7),
-        ("gemm", 1024, 12288, "", 1),
+        # 128 rows each: memory could just read the weight for them alone.
+        ("ag_gemm", 1024, 20480, 12288, "PCIe", 2, 1),
+        ("ag_gemm", 512, 49152, 12288, "NVLink", 4, 1),
+        ("ag_gemm", 2048, 20480, 12288, "PCIe", 2, 3),
+        ("ag_gemm", 4096, 28672, 12288, "PCIe", 2, 1),  # the quicker they come, the fewer go alone
+        ("ag_gemm", 4096, 20480, 12288, "NVLink", 2, 0),
+        ("ag_gemm", 8192, 20480, 12288, "PCIe", 1, 0),  # rows enough for a pass of their own
+        ("ag_gemm", 2048, 16384, 12288, "PCIe", 1, 0),  # rows come hardly quicker than they are multiplied
+        ("ag_gemm", 1024, 6144, 12288, "PCIe", 1, 0),  # what is gathered takes longer anyway
+        ("ag_gemm", 2048, 20480, 12288, "same GPU", 1, 0),
+        ("gemm_rs", 1024, 12288, 20480, "PCIe", 2, 1),
+        ("gemm_rs", 2048, 12288, 20480, "PCIe", 2, 3),
+        ("gemm_rs", 1024, 12288, 6144, "PCIe", 1, 0),  # so does what is sent
+        ("gemm_rs", 64, 12288, 20480, "PCIe", 7, 0),
+        ("gemm", 1024, 12288, 12288, "", 1, 0),
     ],
 )
-def test_few_rows_go_through_the_weight_together(op: str, m: int, n: int, link: str, span: int) -> None:
+def test_few_rows_go_through_the_weight_together(
+    op: str, m: int, n: int, k: int, link: str, span: int, alone: int
+) -> None:
     world_size = 1 if op == "gemm" else 8
-    assert rule(GemmProblem(op, m, n, 12288, world_size, "bfloat16", link=link, **H100)).config.span == span
+    config = rule(GemmProblem(op, m, n, k, world_size, "bfloat16", link=link, **H100)).config
+    assert (config.span, config.alone) == (span, alone)
+
+
+@pytest.mark.parametrize(
+    ("n", "link", "num_rows", "num_experts", "span"),
+    [
+        (4096, "PCIe", 32768, 32, 2),  # 128 rows of an expert from each rank
+        (4096, "PCIe", 32768, 128, 7),
+        (4096, "PCIe", 65536, 32, 1),
+        (1024, "PCIe", 32768, 32, 1),  # tokens take longer than the product
+        (1024, "NVLink", 32768, 32, 2),
+        (4096, "PCIe", 0, 32, 1),
+    ],
+)
+def test_tokens_of_several_ranks_go_through_the_experts_together(
+    n: int, link: str, num_rows: int, num_experts: int, span: int
+) -> None:
+    problem = GemmProblem("moe_ag_gemm", 8192, n, 8192, 8, "bfloat16", link=link, **H100)
+    assert stage_span(problem, num_rows, num_experts) == span
+    assert stage_span(dataclasses.replace(problem, arch=0), num_rows, num_experts) == 1
 
 
 def test_a_problem_is_what_the_call_is() -> None:
@@ -284,21 +320,17 @@ def test_ranks_of_a_sum_choose_alike_by_measurements_too(op: str, data: st.DataO
     entries = data.draw(st.lists(drawn(op), min_size=1, max_size=6))
     problem = dataclasses.replace(H200, op=op, m=2048, n=1024, k=1024)
     first, second = (look_up(entries, each) for each in (problem, dataclasses.replace(problem, k=k)))
-    assert (first.strategy, first.algorithm, first.config) == (second.strategy, second.algorithm, second.config)
+    assert _shared(first) == _shared(second)
 
 
 @pytest.mark.parametrize(
     ("op", "m", "n", "k", "strategy"),
     [
-        ("ag_gemm", 1024, 12288, 12288, "sequential"),
-        ("ag_gemm", 2048, 12288, 12288, "fused"),
-        ("ag_gemm", 4096, 1536, 4096, "sequential"),
-        ("gemm_rs", 1024, 12288, 12288, "sequential"),
-        ("gemm_rs", 2048, 12288, 12288, "pipelined"),
-        ("gemm_rs", 4096, 4096, 1024, "sequential"),
+        ("ag_gemm", 4096, 12288, 12288, "sequential"),
+        ("gemm_rs", 4096, 12288, 12288, "sequential"),
         ("gemm_ar", 8, 8192, 2048, "sequential"),
         ("gemm_ar", 8192, 8192, 2048, "sequential"),
-        ("moe_gemm_rs", 8192, 8192, 2048, "fused"),
+        ("moe_gemm_rs", 8192, 8192, 2048, "pipelined"),
     ],
 )
 def test_ranks_that_share_a_gpu_overlap_only_what_was_seen_to_pay(
@@ -307,9 +339,32 @@ def test_ranks_that_share_a_gpu_overlap_only_what_was_seen_to_pay(
     given = {**H100, "num_sms": 33}
     shared = GemmProblem(op, m, n, k, 4, "bfloat16", link="same GPU", **given)
     assert rule(shared).strategy == strategy
-    assert rule(dataclasses.replace(shared, link="NVLink")).strategy in ("fused", "sequential")
+    apart = ("pipelined",) if op == "moe_gemm_rs" else ("fused", "sequential")
+    assert rule(dataclasses.replace(shared, link="NVLink")).strategy in apart
     # On the CPU they share its cores, and nothing of this was measured.
     assert rule(GemmProblem("ag_gemm", m, n, k, 4, "bfloat16", link="same process")).strategy == "fused"
+
+
+@pytest.mark.parametrize("link", ["PCIe", "NVLink", "network", "same GPU", "same process"])
+@pytest.mark.parametrize("op", ["moe_ag_gemm", "moe_gemm_rs"])
+def test_experts_go_in_launches_of_their_own_on_a_gpu(op: str, link: str) -> None:
+    problem = GemmProblem(op, 8192, 8192, 1024, 8, "bfloat16", link=link, **H100)
+    assert rule(problem).strategy == "pipelined"
+    assert rule(dataclasses.replace(problem, m=800)).strategy == "sequential"
+    assert rule(GemmProblem(op, 8192, 8192, 1024, 8, "bfloat16", link=link)).strategy == "fused"
+
+
+@pytest.mark.parametrize(
+    ("n", "block_n", "arch", "strategy", "link", "num_slabs"),
+    [(8192, 256, 90, "pipelined", "PCIe", 4), (8192, 256, 90, "pipelined", "same GPU", 8),
+     (2048, 128, 90, "pipelined", "same GPU", 8), (1024, 128, 90, "pipelined", "same GPU", 4),
+     (64, 128, 90, "pipelined", "PCIe", 1), (8192, 256, 90, "fused", "PCIe", 4), (8192, 1024, 0, "pipelined", "", 4)],
+)  # fmt: skip
+def test_slabs_of_a_launch_each_are_two_tiles_wide(
+    n: int, block_n: int, arch: int, strategy: str, link: str, num_slabs: int
+) -> None:
+    problem = GemmProblem("moe_gemm_rs", 8192, n, 1024, 8, "bfloat16", arch=arch, num_sms=132, link=link)
+    assert usual_slabs(problem, strategy, block_n) == num_slabs
 
 
 def test_sums_apart_and_fetched_tiles_are_for_ranks_that_share_a_gpu() -> None:

@@ -269,6 +269,13 @@ def test_candidates_say_what_they_are() -> None:
     assert str(Candidate("sequential", "two_shot", config)) == "sequential, two_shot"
 
 
+def test_chunks_that_go_alone_are_tried_where_there_are_others_to_go_together() -> None:
+    best = Candidate("fused", "", GemmConfig())
+    assert {each.config.alone for each in refinements(H200, best)} == {0, 1, 3}
+    three_ranks = dataclasses.replace(H200, world_size=3)
+    assert {each.config.alone for each in refinements(three_ranks, best)} == {0}
+
+
 def test_other_spans_are_tried_where_there_are_others_chunks() -> None:
     best = Candidate("fused", "", dataclasses.replace(rule(H200).config, span=2))
     assert {each.config.span for each in refinements(H200, best)} == {1, 2, 4}

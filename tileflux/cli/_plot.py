@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from tileflux.cli._report import labels
-from tileflux.perf.figures import BASELINES, CaseResult
+from tileflux.perf.figures import BASELINES, CaseResult, baseline_of
 
 __all__ = ["PLOT_SUFFIXES", "can_plot", "plot"]
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _AXES = {"m": "M, rows of all ranks", "n": "N, columns", "k": "K, terms"}
-_BASELINE_COLOURS = dict(zip(BASELINES, ("#7f7f7f", "#a68a64", "#4d7ea8"), strict=True))
-_OUR_COLOURS = ("#d1495b", "#edae49", "#00798c", "#66a182", "#8d5b9f")
+_COLOURS: dict[str | None, tuple[str, ...]] = {
+    "sequential": ("#7f7f7f",),
+    "pipelined": ("#a68a64",),
+    "torch": ("#4d7ea8", "#9cbad3", "#2a4a66"),
+    None: ("#d1495b", "#edae49", "#00798c", "#66a182", "#8d5b9f"),
+}
+"""By baseline; ours are none."""
 
 
 def can_plot() -> bool:
@@ -32,7 +37,7 @@ def plot(results: Sequence[CaseResult], subtitle: str, file: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     names = list(dict.fromkeys(timing.name for result in results for timing in result.contenders))
-    names.sort(key=lambda name: name not in BASELINES)
+    names.sort(key=lambda name: baseline_of(name) is None)
     colours = _colours(names)
     varying = [axis for axis in (*_AXES, "variant") if len({getattr(result, axis) for result in results}) > 1]
     if len(results) == 1:
@@ -55,17 +60,20 @@ def _title(results: Sequence[CaseResult]) -> str:
 
 
 def _colours(names: Sequence[str]) -> dict[str, str]:
-    ours = [name for name in names if name not in BASELINES]
-    return _BASELINE_COLOURS | {name: _OUR_COLOURS[index % len(_OUR_COLOURS)] for index, name in enumerate(ours)}
+    found: dict[str, str] = {}
+    for baseline, palette in _COLOURS.items():
+        same = [name for name in names if baseline_of(name) == baseline]
+        found |= {name: palette[index % len(palette)] for index, name in enumerate(same)}
+    return found
 
 
 def _reference(results: Sequence[CaseResult]) -> str:
     """What speed-ups are over: the first baseline that ran at every shape, else the library's product alone."""
-    return next((name for name in BASELINES if all(result.find(name) for result in results)), "")
+    return next((name for name in BASELINES if all(result.best(name) for result in results)), "")
 
 
 def _seconds(result: CaseResult, reference: str) -> float:
-    timing = result.find(reference)
+    timing = result.best(reference)
     return result.gemm.seconds if timing is None else timing.seconds
 
 
@@ -79,7 +87,7 @@ def _lines(axes: Any, results: Sequence[CaseResult], names: Sequence[str], colou
             [getattr(result, axis) for result, _ in found],
             [_seconds(result, reference) / timing.seconds for result, timing in found],
             marker="o", markersize=4, color=colours[name], label=name,
-            linestyle="--" if name in BASELINES else "-",
+            linestyle="-" if baseline_of(name) is None else "--",
         )  # fmt: skip
     if all(result.comm is not None for result in ordered):
         bounds = [_seconds(result, reference) / result.limit for result in ordered]

@@ -228,7 +228,7 @@ def sentence(results: Sequence[CaseResult]) -> str:
     if len(verdict.duels) == 1:
         return _one_shape(verdict.duels[0])
     names = dict(zip([id(each) for each in results], labels(results), strict=True))
-    if all(each.multiplies and each.comm is None and each.find("torch") for each in results):
+    if all(each.multiplies and each.comm is None and each.best("torch") for each in results):
         return _products(verdict, names)
     won, level, lost = (
         [duel for duel in verdict.duels if getattr(duel, kind)] for kind in ("is_won", "is_level", "is_lost")

@@ -29,13 +29,18 @@ Step = Callable[[Group, Turn, torch.Tensor, torch.Tensor | None, torch.Tensor], 
 """What is queued before or after the GEMM, given x, the scales of its rows, and out."""
 
 
-class Launched(NamedTuple):
-    """What a call has launched, where it can be launched again: one GEMM, and steps around it."""
+Product = Callable[[Turn, torch.Tensor, torch.Tensor, torch.Tensor], object]
+"""The library's GEMM, given the turn, x, the weight and out; one of the last three is in the turn's memory instead."""
 
-    gemm: PreparedGemm
+
+class Launched(NamedTuple):
+    """What a call has launched, where it can be launched again: one GEMM, ours or the library's, and steps around."""
+
+    gemm: PreparedGemm | None
     turn: Turn | None = None
     before: Step | None = None
     after: Step | None = None
+    product: Product | None = None
 
 
 def make_again(
@@ -65,6 +70,7 @@ class Again:
         "_index",
         "_launching",
         "_precision",
+        "_product",
         "_steps",
         "_turn",
         "dtype",
@@ -72,7 +78,7 @@ class Again:
     )
 
     def __init__(self, launched: Launched, group: Group | None, operands: Operands) -> None:
-        self._gemm, here = launched.gemm, launched.turn
+        self._gemm, self._product, here = launched.gemm, launched.product, launched.turn
         self._turn = None if here is None else weakref.ref(here)
         self._steps = (launched.before, launched.after)
         self._launching = launching(group)
@@ -104,12 +110,15 @@ class Again:
         before, after = self._steps
         if before is not None and here is not None and group is not None:
             before(group, here, x, scale_x, out)
-        at = (
-            x.data_ptr(), weight.data_ptr(), out.data_ptr(), address(bias) if self._adds_bias else 0,
-            address(scale_x), address(scale_weight), 0,
-        )  # fmt: skip
-        with self._launching:
-            self._gemm.launch(at, table_of(here, self._device))
+        if self._gemm is not None:
+            at = (
+                x.data_ptr(), weight.data_ptr(), out.data_ptr(), address(bias) if self._adds_bias else 0,
+                address(scale_x), address(scale_weight), 0,
+            )  # fmt: skip
+            with self._launching:
+                self._gemm.launch(at, table_of(here, self._device))
+        elif self._product is not None and here is not None:
+            self._product(here, x, weight, out)
         if after is not None and here is not None and group is not None:
             after(group, here, x, scale_x, out)
 

@@ -21,11 +21,16 @@ _WIDTH = 8  # elements that a thread loads at a time; of fp32 in two accesses
 
 
 def launch_choices(
-    rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None, dtype: torch.dtype
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    weights: torch.Tensor | None,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``[num_tokens, ...]``: of each token the rows at its ``positions``, weighted and added up."""
     num_tokens, top_k = positions.shape
-    out = torch.empty((num_tokens, *rows.shape[1:]), dtype=dtype, device=rows.device)
+    if out is None:
+        out = torch.empty((num_tokens, *rows.shape[1:]), dtype=dtype, device=rows.device)
     width = rows.shape[1:].numel()
     if rows.dim() != 2 or rows.stride(1) != 1:
         rows = rows.reshape(len(rows), width).contiguous()

@@ -1,20 +1,24 @@
 """Multiply rows that are grouped by expert, add up every token's, and reduce-scatter tokens: ``moe_gemm_rs``.
 
-sequential  the product, the sums of tokens' choices, then the collective
+sequential  the product, the sums of tokens' choices, then the collective (``direct.py`` where SMs copy)
+pipelined   columns in slabs: of each a product, a kernel that adds up by token, and then what is sent, beside the next
+            slab's product
 fused       one kernel; SMs store sums at their owners, or where copies need no SM the copy engine brings them there.
             Owners add them up in the same launch, or in one of its own (as in ``scatter.py``)
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from tileflux.config import GemmConfig
-from tileflux.kernels import gemm_host, steps
-from tileflux.kernels.beside import join
-from tileflux.kernels.dense import multiply, sends_by_copies
+from tileflux.config import GROUPS, GemmConfig
+from tileflux.kernels import direct, gemm_host, slabs, steps
+from tileflux.kernels.beside import beside, join
+from tileflux.kernels.dense import copies_by_sms, multiply, num_feeders, sends_by_copies
 from tileflux.kernels.gemm_launch import launch_gemm
 from tileflux.kernels.gemm_shared import sms_for
 from tileflux.kernels.groups import Groups, sum_choices
@@ -23,9 +27,9 @@ from tileflux.kernels.loading import load_once
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import reduce_plan
 from tileflux.kernels.reduce import reduce
-from tileflux.kernels.roles import COMBINE, COMBINE_SEND, COMBINE_STAGE
+from tileflux.kernels.roles import COMBINE, COMBINE_SEND, COMBINE_STAGE, PLAIN
 from tileflux.kernels.scatter import behind_count, num_summers, own_part
-from tileflux.kernels.shards import combine_shards
+from tileflux.kernels.shards import combine_shards, slab_shards
 from tileflux.kernels.turns import Turn, turn
 from tileflux.symm.group import Group
 
@@ -34,14 +38,20 @@ __all__ = ["run_combine"]
 
 def run_combine(group: Group, operands: Operands, rows: tuple[int, ...], strategy: str, config: GemmConfig) -> None:
     """``operands.out`` has this rank's tokens, of which all ranks have ``rows``."""
-    groups, out = operands.groups, operands.out
-    assert groups is not None
-    if strategy != "fused" or group.world_size == 1:
+    assert operands.groups is not None
+    # All rows are here: tiles of one expert go beside each other, whatever stage their tokens came at.
+    groups, out = operands.groups.of_stages(0, group.world_size), operands.out
+    operands = dataclasses.replace(operands, groups=groups)
+    if strategy == "sequential" or group.world_size == 1:
         _sum_then_reduce(group, operands, groups, rows, config)
         return
     by_copies = sends_by_copies(group)
     by_slab = config.sums_apart and not on_host(group)
     shape = (groups.capacity, operands.num_columns, out.element_size())
+    if strategy == "pipelined" and not on_host(group):
+        here = turn(group, slab_shards(COMBINE.name, rows, *shape, config, by_copies=by_copies))
+        _multiply_by_slab(group, here, operands, groups, config)
+        return
     here = turn(group, combine_shards(COMBINE.name, rows, *shape, config, by_slab=by_slab, by_copies=by_copies))
     if by_copies:
         _copy_finished(group, here, operands, config)
@@ -63,10 +73,100 @@ def _sum_then_reduce(
         # Of what is in memory already. Whether columns are whole units of 16 bytes makes another kernel of it.
         load_once(group.device, (COMBINE.name, out.dtype, operands.num_columns % 8 == 0), add_up, group)
     multiply(group, products, config, load_only=True)
+    if copies_by_sms(group):
+        here = direct.pull_turn(group, COMBINE.name, rows, operands.num_columns, out.dtype)
+        direct.open_pull(group, here, out.dtype)
+        multiply(group, products, config)
+        add_up(out=here.gathered(out.dtype, operands.num_columns))
+        direct.pull(group, here, out, here.plan.first_rows[group.rank])
+        return
     multiply(group, products, config)
     sums = add_up()
     sizes = tuple(count * operands.num_columns * out.element_size() for count in rows)
     reduce(group, COMBINE.name, sums, out, reduce_plan(group.rank, sizes, scatter=True))
+
+
+def _multiply_by_slab(group: Group, here: Turn, operands: Operands, groups: Groups, config: GemmConfig) -> None:
+    """One slab after the other on the caller's stream, and what is sent beside it. Streams keep the order."""
+    out, rank, world_size, rows = operands.out, group.rank, group.world_size, here.plan.rows
+    by_copies, num_slabs = here.plan.by_copies, len(here.plan.slabs(out.shape[1]))
+    products = here.slab_rows(groups.capacity, out.dtype, out.shape[1])
+    tiles = config if by_copies else _beside_feeders(group, config)
+    _load_steps(group, here, out)
+    load = partial(slabs.load, here, groups.index, products, world_size)
+    load_once(group.device, ("slabs", world_size, out.dtype, products.shape[1]), load, group)
+    part = _cut_slabs(group, operands, groups, products)
+    launch_gemm(part(0), PLAIN, tiles, group=group, load_only=True)
+    if by_copies:
+        here.count_call()
+        steps.launch_open(here, world_size)
+    owners = [owner for hop in range(1, world_size) if rows[owner := (rank + hop) % world_size]]
+    for slab in range(num_slabs):
+        if groups.capacity:
+            launch_gemm(part(slab), PLAIN, tiles, group=group)
+        slabs.launch_sums(here, groups.index, products, slab, world_size)
+        with beside(group):
+            if not by_copies:
+                slabs.launch_push_slab(here, products, slab, num_feeders(group, config), world_size)
+            for owner in owners if by_copies else ():
+                _copy_sums(here, owner, slab, out)
+    if by_copies:
+        _sum_copied(group, here, out)
+    else:
+        join(group)
+        _sum_sent(group, here, out)
+
+
+def _cut_slabs(group: Group, operands: Operands, groups: Groups, products: torch.Tensor) -> Callable[[int], Operands]:
+    """The product of a slab's columns alone, by the number of the slab; see ``slabs.py``."""
+    weight, scale, num_experts, width = operands.weight, operands.scale_weight, groups.num_experts, products.shape[1]
+    num_slabs = operands.num_columns // width
+    by_channel = scale is not None and scale.dim() > 0
+    if not operands.k_major:
+        scales = None
+        if scale is not None and by_channel:
+            regroup = partial(_by_slab, scale, num_experts, width)
+            # Of one expert, or one slab, it is a view, and loads nothing.
+            load_once(group.device, ("scales by slab", num_experts > 1, num_slabs > 1), regroup, group)
+            scales = regroup()
+
+        def beside_each_other(slab: int) -> Operands:
+            return dataclasses.replace(
+                operands, weight=weight[slab * width : (slab + 1) * width], out=products,
+                scale_weight=scale if scales is None else scales[slab],
+            )  # fmt: skip
+
+        return beside_each_other
+    num_rows = (num_experts - 1) * operands.num_columns + width
+    spaced = groups.index.new_empty(GROUPS.tiles + GROUPS.tile_words * groups.max_tiles)
+    slabs.launch_spaced(group, groups.index, spaced, num_slabs)
+    of_slab = dataclasses.replace(groups, index=spaced, num_experts=(num_experts - 1) * num_slabs + 1)
+
+    def below_each_other(slab: int) -> Operands:
+        first = slab * width
+        return dataclasses.replace(
+            operands, weight=weight[first : first + num_rows], out=products, groups=of_slab,
+            scale_weight=scale[first:] if scale is not None and by_channel else scale,
+        )  # fmt: skip
+
+    return below_each_other
+
+
+def _by_slab(scale: torch.Tensor, num_experts: int, width: int) -> torch.Tensor:
+    """Of every slab the scales of all experts, one after the other."""
+    return scale.view(num_experts, -1, width).transpose(0, 1).reshape(-1, num_experts * width)
+
+
+def _beside_feeders(group: Group, config: GemmConfig) -> GemmConfig:
+    """With SMs left to what sends: a product that fills them all would let nothing leave before it has ended."""
+    num_sms = sms_for(group) - num_feeders(group, config)
+    return dataclasses.replace(config, num_sms=num_sms) if config.num_sms is None and num_sms >= 2 else config
+
+
+def _copy_sums(here: Turn, owner: int, slab: int, out: torch.Tensor) -> None:
+    sums = here.slab_to_send(owner, slab, out.dtype, out.shape[1])
+    here.slab_at(owner, here.rank, slab, out.dtype, out.shape[1]).copy_(sums, non_blocking=True)
+    here.announce(owner, slab)
 
 
 def _load_steps(group: Group, here: Turn, out: torch.Tensor) -> None:
@@ -76,10 +176,15 @@ def _load_steps(group: Group, here: Turn, out: torch.Tensor) -> None:
 
 def _send_finished(group: Group, here: Turn, operands: Operands, config: GemmConfig) -> None:
     """Add up into the owners' memory, and there, when all ranks' have come, in a launch of its own."""
-    out, world_size = operands.out, group.world_size
+    out = operands.out
     _load_steps(group, here, out)
-    steps.launch_open(here, world_size)
+    steps.launch_open(here, group.world_size)
     launch_gemm(operands, COMBINE_SEND, config, group=group, turn=here)
+    _sum_sent(group, here, out)
+
+
+def _sum_sent(group: Group, here: Turn, out: torch.Tensor) -> None:
+    world_size = group.world_size
     if here.plan.rows[group.rank]:
         # One program waits for the last slab's, and holds no SM that a peer needs. What is then left of earlier slabs
         # is with programs that run: they have fetched it before.
@@ -104,14 +209,16 @@ def _copy_finished(group: Group, here: Turn, operands: Operands, config: GemmCon
         for owner in owners:
             num_tiles = -(-rows[owner] // config.block_m) * -(-len(columns) // config.block_n)
             with behind_count(group, here, opened, owner, num_tiles, slab):
-                sums = here.slab_to_send(owner, slab, out.dtype, out.shape[1])
-                here.slab_at(owner, rank, slab, out.dtype, out.shape[1]).copy_(sums, non_blocking=True)
-                here.announce(owner, slab)
+                _copy_sums(here, owner, slab, out)
     if owners:
         join(group, closing=True)
+    _sum_copied(group, here, out)
+
+
+def _sum_copied(group: Group, here: Turn, out: torch.Tensor) -> None:
     # Before what has been sent is waited for: peers' sums come at the same time, the other way.
-    if rows[rank]:
-        steps.launch_sum_slabs(here, out, num_summers(group), world_size)
+    if here.plan.rows[group.rank]:
+        steps.launch_sum_slabs(here, out, num_summers(group), group.world_size)
     else:
-        steps.launch_release(here, world_size)  # nobody sends
+        steps.launch_release(here, group.world_size)  # nobody sends
     join(group)

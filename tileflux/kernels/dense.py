@@ -1,6 +1,6 @@
 """All-gather and multiply in every strategy: who runs when, over which buffers. No checks; those are in ``ops``.
 
-sequential  the collective, then the library's GEMM
+sequential  the collective (``direct.py`` where SMs copy), then the library's GEMM
 pipelined   one library GEMM per chunk, each as soon as its rows are there
 fused       one kernel, in which tiles wait by themselves
 
@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from tileflux.config import GemmConfig
-from tileflux.kernels import gemm_host, library, steps
+from tileflux.kernels import direct, gemm_host, library, steps
 from tileflux.kernels.again import Launched
 from tileflux.kernels.beside import beside, join
 from tileflux.kernels.copy import move
 from tileflux.kernels.gemm_launch import PreparedGemm, launch_gemm
-from tileflux.kernels.gemm_shared import sms_for
+from tileflux.kernels.gemm_shared import shares_gpu, sms_for
 from tileflux.kernels.groups import Groups
 from tileflux.kernels.launch import on_host
 from tileflux.kernels.loading import load_once
@@ -34,7 +35,9 @@ from tileflux.kernels.turns import Turn, turn
 from tileflux.symm.group import Group
 
 __all__ = [
+    "copies_by_sms",
     "gather_rows",
+    "is_plain_product",
     "load_steps",
     "multiply",
     "num_feeders",
@@ -43,6 +46,9 @@ __all__ = [
     "run_gather",
     "sends_by_copies",
 ]
+
+
+_MOST_RESULTS = 4096 * 12288
 
 
 def run_gather(
@@ -62,8 +68,7 @@ def run_gather(
     roles = GATHERING_GROUPED if is_grouped else GATHERING
     op = roles.feeding.name
     if strategy == "sequential" or group.world_size == 1:
-        _gather_then_multiply(group, op, parts, rows, config, gathered)
-        return None
+        return _gather_then_multiply(group, op, parts, rows, config, gathered)
     shards = gather_shards(op, rows, x.shape[1] * x.element_size(), scale_x is not None, config.num_chunks)
     here = turn(group, shards)
     if strategy == "fused" or on_host(group):
@@ -102,7 +107,22 @@ def multiply(group: Group, operands: Operands, config: GemmConfig, *, load_only:
         if 0 not in operands.out.shape or load_only:
             launch_gemm(operands, PLAIN, config, group=group, load_only=load_only)
     elif not load_only:
-        library.multiply(operands, config)
+        for part in _parts(group, operands):
+            library.multiply(part, config)
+
+
+def _parts(group: Group, operands: Operands) -> list[Operands]:
+    """The product in as many parts as are multiplied one after the other, by rows.
+
+    In a share of a GPU that others use the library takes a quarter longer than in parts for more results than these:
+    4096 x 14336 on an H200, where 4096 x 12288 is as it should be (docs/measured.md).
+    """
+    out = operands.out
+    if not shares_gpu(group) or out.numel() <= _MOST_RESULTS or not library.uses_torch(operands):
+        return [operands]
+    count = -(-out.numel() // _MOST_RESULTS)
+    of_x, of_out = operands.x.tensor_split(count), out.tensor_split(count)
+    return [dataclasses.replace(operands, x=x, out=y) for x, y in zip(of_x, of_out, strict=True)]
 
 
 def gather_rows(group: Group, op: str, x: torch.Tensor, out: torch.Tensor, rows: tuple[int, ...]) -> None:
@@ -135,11 +155,23 @@ def _gather_then_multiply(
     rows: tuple[int, ...],
     config: GemmConfig,
     gathered: torch.Tensor | None,
-) -> None:
+) -> Launched | None:
     x, scale_x = parts[0].x, parts[0].scale_x
     for part in parts:
         multiply(group, part, config, load_only=True)
     everything = x
+    if copies_by_sms(group):
+        here = direct.gather(group, op, x, scale_x, rows)
+        everything = here.gathered(x.dtype, x.shape[1])
+        scales = None if scale_x is None else here.gathered_scales()
+        for part in _by_row(parts, group.world_size):
+            multiply(group, dataclasses.replace(part, x=everything, scale_x=scales), config)
+        if gathered is not None:
+            gathered.copy_(everything)
+        _release_turn(group, here)
+        if len(parts) > 1 or gathered is not None or not is_plain_product(group, parts[0]):
+            return None
+        return Launched(None, here, direct.bring, _release_turn, _multiply_gathered)
     if group.world_size > 1:
         everything = x.new_empty((sum(rows), x.shape[1])) if gathered is None else gathered
         gather_rows(group, op, x, everything, rows)
@@ -149,8 +181,31 @@ def _gather_then_multiply(
             scale_x = scales
     elif gathered is not None:
         gathered.copy_(x)
-    for part in parts:
+    for part in _by_row(parts, group.world_size):
         multiply(group, dataclasses.replace(part, x=everything, scale_x=scale_x), config)
+    return None
+
+
+def is_plain_product(group: Group, operands: Operands) -> bool:
+    """Whether ``multiply`` is one call of the library, with nothing around it."""
+    is_bare = operands.bias is None and not operands.activation
+    return is_bare and group.stream is None and library.uses_torch(operands) and len(_parts(group, operands)) == 1
+
+
+def _multiply_gathered(here: Turn, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(here.gathered(x.dtype, x.shape[1]), weight.t(), out=out)
+
+
+def _release_turn(group: Group, here: Turn, *_: object) -> None:
+    steps.launch_release(here, group.world_size)
+
+
+def _by_row(parts: Sequence[Operands], num_stages: int) -> list[Operands]:
+    """With tiles in the order of experts where rows are grouped: nothing is waited for."""
+    return [
+        part if part.groups is None else dataclasses.replace(part, groups=part.groups.of_stages(0, num_stages))
+        for part in parts
+    ]
 
 
 def _copy_gathered(group: Group, here: Turn, x: torch.Tensor, gathered: torch.Tensor) -> None:
@@ -196,22 +251,26 @@ def _multiply_arriving(
 def _multiply_by_stage(
     group: Group, parts: Sequence[Operands], config: GemmConfig, here: Turn, gathered: torch.Tensor | None
 ) -> None:
-    """One launch for the tiles that each rank's rows complete, as soon as these have arrived."""
+    """One launch for the tiles that some ranks' rows complete, as soon as these have arrived.
+
+    ``config.span`` of them behind one's own: each launch reads the weights of all experts.
+    """
     plan, rank, world_size = here.plan, group.rank, group.world_size
     x, scale_x = parts[0].x, parts[0].scale_x
-    by_stage = [
-        [dataclasses.replace(part, groups=_groups(part).of_stage(stage)) for part in parts]
-        for stage in range(world_size)
+    bands = _bands(world_size, config.span)
+    by_band = [
+        [dataclasses.replace(part, groups=_groups(part).of_stages(band.start, band.stop)) for part in parts]
+        for band in bands
     ]
     load_steps(group, here, parts[0])
     for part in parts:
         launch_gemm(part, GATHERING_GROUPED.gathered, config, group=group, turn=here, load_only=True)
     _feed(group, here, x, scale_x, config)
-    for stage, those in enumerate(by_stage):
-        source = (rank + stage) % world_size
-        for chunk in range(plan.num_chunks if stage else 0):
-            if plan.chunk(source, chunk):
-                steps.launch_await(here, source, chunk, world_size)
+    for band, those in zip(bands, by_band, strict=True):
+        for source in ((rank + stage) % world_size for stage in band if stage):
+            for chunk in range(plan.num_chunks):
+                if plan.chunk(source, chunk):
+                    steps.launch_await(here, source, chunk, world_size)
         for part in those:
             launch_gemm(part, GATHERING_GROUPED.gathered, config, group=group, turn=here)
     if gathered is not None:
@@ -220,9 +279,22 @@ def _multiply_by_stage(
     steps.launch_release(here, world_size)
 
 
+def _bands(num_stages: int, span: int) -> list[range]:
+    """Stage 0 alone, then ``span`` at a time; what is left joins the last."""
+    firsts = [0, *range(1, num_stages, span)]
+    if len(firsts) > 2 and num_stages - firsts[-1] < span:
+        firsts.pop()
+    return [range(begin, end) for begin, end in itertools.pairwise([*firsts, num_stages])]
+
+
 def _groups(operands: Operands) -> Groups:
     assert operands.groups is not None
     return operands.groups
+
+
+def copies_by_sms(group: Group) -> bool:
+    """Whether kernels copy: those of one launch can then go straight to, or read at, all peers."""
+    return group.world_size > 1 and not on_host(group) and not sends_by_copies(group)
 
 
 def sends_by_copies(group: Group) -> bool:

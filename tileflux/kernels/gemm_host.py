@@ -119,7 +119,7 @@ def tiles(role: Role, config: GemmConfig, rank: int, shards: _Shards, num_column
     num_shards = len(shards.rows)
     for step in range(role.num_turns * num_shards * shards.num_chunks * num_m * num_n):
         owner, chunk, m, n, turn = order(
-            step, rank, num_shards, shards.num_chunks, num_m, num_n, config.group_m, config.span
+            step, rank, num_shards, shards.num_chunks, num_m, num_n, config.group_m, (config.span, config.alone)
         )
         row = chunk * shards.chunk_rows + m * config.block_m
         end = min(shards.rows[owner], (chunk + 1) * shards.chunk_rows, row + config.block_m)
@@ -132,7 +132,7 @@ def grouped_tiles(groups: Groups, config: GemmConfig, num_columns: int) -> Itera
     """Every tile of rows that are grouped by expert, in the order one program would take them."""
     listed, num_n = _listed(groups), -(-num_columns // config.block_n)
     for step in range(len(listed) * num_n):
-        _, _, m, n, turn = _order(arrival_order)(step, 0, 1, 1, len(listed), num_n, config.group_m, 1)
+        _, _, m, n, turn = _order(arrival_order)(step, 0, 1, 1, len(listed), num_n, config.group_m, (1, 0))
         expert, first, end, stage = listed[m]
         columns = range(n * config.block_n, min(num_columns, (n + 1) * config.block_n))
         yield Tile(stage, 0, range(first, min(first + groups.block_m, end)), columns, m * num_n + n, turn, expert)
@@ -147,7 +147,7 @@ def combined_tiles(
     num_n, num_blocks = -(-num_all // num_slabs), -(-max(rows) // config.block_m)
     for step in range(num_slabs * num_n * (len(listed) + num_shards * num_blocks)):
         owner, slab, m, n, turn = _order(slab_order)(
-            step, rank, num_shards, num_slabs, len(listed), num_n, num_blocks, 1
+            step, rank, num_shards, num_slabs, len(listed), num_n, num_blocks, (1, 0)
         )
         columns = range(n * config.block_n, min(num_columns, (n + 1) * config.block_n))
         expert, (first, end) = 0, (m * config.block_m, rows[owner])

@@ -21,7 +21,7 @@ from tileflux.config import GROUPS
 from tileflux.kernels.choices import SUMMED, launch_choices
 from tileflux.kernels.index import launch_route
 from tileflux.kernels.launch import on_host
-from tileflux.kernels.lists import launch_cut, launch_stage
+from tileflux.kernels.lists import launch_cut, launch_stages
 from tileflux.symm.group import Group
 
 __all__ = [
@@ -102,16 +102,21 @@ class Groups:
     def _part(self, first: int, count: int) -> torch.Tensor:
         return self.index[first : first + count]
 
-    def of_stage(self, stage: int) -> Groups:
-        """Those tiles alone whose last rows arrive at ``stage``."""
+    def of_stages(self, begin: int, end: int) -> Groups:
+        """Those tiles alone whose last rows arrive at a stage from ``begin`` on, before ``end``.
+
+        In the order of rows: tiles of one expert are beside each other, and read its weight together.
+        """
         if _by_kernels(self.index):
-            return dataclasses.replace(self, index=launch_stage(self.index, self.max_tiles, stage))
+            return dataclasses.replace(self, index=launch_stages(self.index, self.max_tiles, begin, end))
         header, rest = self.index[: GROUPS.tiles].clone(), self.index[GROUPS.tiles :]
         tiles = rest[: GROUPS.tile_words * self.max_tiles].view(-1, GROUPS.tile_words)
-        is_wanted = tiles[:, GROUPS.stage] == stage
+        stages = tiles[:, GROUPS.stage]
+        is_wanted = (stages >= begin) & (stages < end)
         header[GROUPS.num_tiles] = is_wanted.sum()
         # Others go behind them.
-        wanted = tiles[torch.sort((~is_wanted).to(torch.int32), stable=True).indices]
+        behind = torch.iinfo(torch.int32).max
+        wanted = tiles[torch.sort(torch.where(is_wanted, tiles[:, GROUPS.first], behind), stable=True).indices]
         index = torch.cat((header, wanted.reshape(-1), rest[GROUPS.tile_words * self.max_tiles :]))
         return dataclasses.replace(self, index=index)
 
@@ -261,21 +266,21 @@ def sum_choices(
     positions: torch.Tensor,
     weights: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``[num_tokens, ...]``: the rows at each token's ``positions [num_tokens, top_k]``, weighted, added up in fp32.
 
-    In the order of choices; those that are not here are left out. The sum is rounded to ``dtype``.
+    In the order of choices; those that are not here are left out. The sum is rounded to ``dtype``, or goes into
+    ``out``, which is contiguous and of that type.
     """
     records = torch.is_grad_enabled() and (rows.requires_grad or (weights is not None and weights.requires_grad))
     if not records and rows.dtype in SUMMED and dtype in SUMMED and _by_kernels(rows):
-        return launch_choices(rows, positions, weights, dtype)
+        return launch_choices(rows, positions, weights, dtype, out)
     total = torch.zeros((len(positions), *rows.shape[1:]), dtype=torch.float32, device=rows.device)
-    if not len(rows):
-        return total.to(dtype)
-    for choice in range(positions.shape[1]):
+    for choice in range(positions.shape[1] if len(rows) else 0):
         place = positions[:, choice]
         value = rows[place.clamp(min=0).long()].float()
         if weights is not None:
             value = value * weights[:, choice, None]
         total += torch.where((place >= 0)[:, None], value, 0)
-    return total.to(dtype)
+    return total.to(dtype) if out is None else out.copy_(total)

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from tileflux.config import GROUPS
 from tileflux.kernels.launch import DeviceTables, on_host
-from tileflux.kernels.lists import INTEGERS, TILES, end_list, list_stage, load_stage, num_parts, padded, store_header
+from tileflux.kernels.lists import INTEGERS, TILES, end_list, list_stage, load_stages, num_parts, padded, store_header
 from tileflux.kernels.loading import launching, load_once
 from tileflux.kernels.prepared import launch_step
 from tileflux.lang.remote import typed
@@ -112,7 +112,7 @@ def load_route(
         _place(0, (*[0] * 15, table), constants)
 
     load_once(group.device, ("route", *constants, expert_ids.dtype, kind), load, group)
-    load_stage(words, group)
+    load_stages(words, group)
     _stages(group, sizes, expert_ids.shape[1])
 
 

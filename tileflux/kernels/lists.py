@@ -21,9 +21,9 @@ __all__ = [
     "TILES",
     "end_list",
     "launch_cut",
-    "launch_stage",
+    "launch_stages",
     "list_stage",
-    "load_stage",
+    "load_stages",
     "num_parts",
     "padded",
     "store_header",
@@ -33,6 +33,7 @@ TILES = 16
 """Entries of the list that one program finds: each is compared with the ends of all experts."""
 INTEGERS = {torch.int32: tl.int32, torch.int64: tl.int64}
 _COPY = 1024
+_MOVED = 64
 _NUM_WARPS = 8
 _MIN_EXPERTS = 32
 
@@ -57,23 +58,27 @@ def launch_cut(counts: torch.Tensor, num_rows: int, block_m: int, max_tiles: int
     return index
 
 
-def launch_stage(index: torch.Tensor, max_tiles: int, stage: int) -> torch.Tensor:
-    """The list with the tiles of ``stage`` first, and their number in place of all tiles'."""
+def launch_stages(index: torch.Tensor, max_tiles: int, begin: int, end: int) -> torch.Tensor:
+    """The list with the tiles of stages from ``begin`` on, before ``end``, first, and their number in place of all's.
+
+    These are in the order of their rows, so that tiles of one expert are beside each other.
+    """
     result = torch.empty_like(index)
-    load_stage(result)
+    load_stages(result)
+    grid = max(-(-len(index) // _COPY), -(-max_tiles // _MOVED))
     with launching_on(index.device):
-        arguments = (index.data_ptr(), len(index), max_tiles, stage, result)
-        launch_step(_stage_kernel, -(-len(index) // _COPY), arguments, (_COPY,), _NUM_WARPS)
+        arguments = (index.data_ptr(), len(index), max_tiles, begin, end, result)
+        launch_step(_stages_kernel, grid, arguments, (_COPY, _MOVED), _NUM_WARPS)
     return result
 
 
-def load_stage(where: torch.Tensor, group: Group | None = None) -> None:
-    """Load what ``launch_stage`` launches; ``where``, int32, is any tensor of the device."""
+def load_stages(where: torch.Tensor, group: Group | None = None) -> None:
+    """Load what ``launch_stages`` launches; ``where``, int32, is any tensor of the device."""
 
     def load() -> None:
-        launch_step(_stage_kernel, 0, (0, 0, 0, 0, where), (_COPY,), _NUM_WARPS)
+        launch_step(_stages_kernel, 0, (0, 0, 0, 0, 0, where), (_COPY, _MOVED), _NUM_WARPS)
 
-    load_once(where.device, "stage of tiles", load, group)
+    load_once(where.device, "stages of tiles", load, group)
 
 
 def num_parts(max_tiles: int) -> int:
@@ -176,24 +181,50 @@ def _cut_kernel(
         store_header(index_ptr, listed, (nothing, nothing, nothing, nothing))
 
 
-@triton.jit(do_not_specialize=("index", "num_words", "max_tiles", "stage", "result_ptr"))
-def _stage_kernel(
-    index: tl.int64, num_words: tl.int32, max_tiles: tl.int32, stage: tl.int32, result_ptr, BLOCK: tl.constexpr
+@triton.jit
+def _find_tiles(index_ptr, tiles, max_tiles, begin, end):
+    """(first row, whether it is of a stage from ``begin`` on, before ``end``) of tiles, of which some are none."""
+    inside = tiles < max_tiles
+    tile = index_ptr + _TILES_BEGIN + _TILE_WORDS * tiles
+    stage = tl.load(tile + _STAGE, mask=inside, other=0)
+    return tl.load(tile + _FIRST, mask=inside, other=0), inside & (stage >= begin) & (stage < end)
+
+
+@triton.jit(do_not_specialize=("index", "num_words", "max_tiles", "begin", "end", "result_ptr"))
+def _stages_kernel(
+    index: tl.int64,
+    num_words: tl.int32,
+    max_tiles: tl.int32,
+    begin: tl.int32,
+    end: tl.int32,
+    result_ptr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """Copy the list; the tiles of one stage, which lie beside each other, go before all others."""
+    """Copy the list; tiles of some stages go first, in the order of their rows, and the others behind, as they were."""
     source = typed(index, tl.int32, False)
-    num_before = tl.zeros((BLOCK,), tl.int32)
-    num_wanted = tl.zeros((BLOCK,), tl.int32)
-    for begin in range(0, max_tiles, BLOCK):
-        tiles = begin + tl.arange(0, BLOCK)
-        found = tl.load(source + _TILES_BEGIN + _TILE_WORDS * tiles + _STAGE, mask=tiles < max_tiles, other=stage + 1)
-        num_before += (found < stage).to(tl.int32)
-        num_wanted += (found == stage).to(tl.int32)
-    first = tl.sum(num_before, 0)
-    count = tl.sum(num_wanted, 0)
-    words = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tile = (words - _TILES_BEGIN) // _TILE_WORDS
-    moved = tl.where(tile < count, first, tl.where(tile < first + count, -count, 0))
-    is_tile = (words >= _TILES_BEGIN) & (tile < max_tiles)
-    value = tl.load(source + words + tl.where(is_tile, moved * _TILE_WORDS, 0), mask=words < num_words, other=0)
-    tl.store(result_ptr + words, tl.where(words == _HEADER_NUM_TILES, count, value), mask=words < num_words)
+    program = tl.program_id(0)
+    words = program * BLOCK + tl.arange(0, BLOCK)
+    is_tile = (words >= _TILES_BEGIN) & (words < _TILES_BEGIN + _TILE_WORDS * max_tiles)
+    value = tl.load(source + words, mask=words < num_words, other=0)
+    tl.store(result_ptr + words, value, mask=(words < num_words) & (is_tile == 0) & (words != _HEADER_NUM_TILES))
+    count = program * 0
+    for some in range(0, max_tiles, BLOCK):
+        _, are_counted = _find_tiles(source, some + tl.arange(0, BLOCK), max_tiles, begin, end)
+        count += tl.sum(are_counted.to(tl.int32), 0)
+    if program == 0:
+        tl.store(result_ptr + _HEADER_NUM_TILES, count)
+    for first in range(program * TILES, max_tiles, tl.num_programs(0) * TILES):
+        tiles = first + tl.arange(0, TILES)
+        row, is_wanted = _find_tiles(source, tiles, max_tiles, begin, end)
+        place = tl.zeros((TILES,), tl.int32)
+        for others in range(0, max_tiles, TILES):
+            theirs = others + tl.arange(0, TILES)
+            their_row, are_wanted = _find_tiles(source, theirs, max_tiles, begin, end)
+            earlier = theirs[None, :] < tiles[:, None]
+            by_row = (their_row[None, :] < row[:, None]) | ((their_row[None, :] == row[:, None]) & earlier)
+            goes_before = tl.where(is_wanted[:, None], are_wanted[None, :] & by_row, are_wanted[None, :] | earlier)
+            place += tl.sum((goes_before & (theirs < max_tiles)[None, :]).to(tl.int32), 1)
+        for word in tl.static_range(_TILE_WORDS):
+            moved = tl.load(source + _TILES_BEGIN + _TILE_WORDS * tiles + word, mask=tiles < max_tiles, other=0)
+            tl.store(result_ptr + _TILES_BEGIN + _TILE_WORDS * place + word, moved, mask=tiles < max_tiles)

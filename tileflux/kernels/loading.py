@@ -57,6 +57,8 @@ _MODULES = (
     "tileflux.kernels.choices",
     "tileflux.kernels.arrivals",
     "tileflux.lang.combine",
+    "tileflux.kernels.direct",
+    "tileflux.kernels.slabs",
 )
 """From the bottom up, so that a function comes after what it calls. New ones at the end: the keys of others stay."""
 

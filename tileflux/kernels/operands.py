@@ -133,6 +133,7 @@ class GemmSpec:
     block_k: int
     group_m: int
     span: int
+    alone: int
     num_feeders: int
     world_size: int
     num_shards: int
@@ -233,6 +234,7 @@ def _make_spec(
     scale_a, scale_b, activation = kinds
     bias_type = types[3]
     world_size, num_feeders, releases, fetches, records = world
+    is_banded = role.is_sharded and world_size > 1
     return GemmSpec(
         a_type, b_type, out_type,
         accumulator=tl.int32 if types[0] == torch.int8 else tl.float32,
@@ -246,7 +248,7 @@ def _make_spec(
         is_grouped=groups[0], picks_rows=groups[1],
         combines=role.combines, num_slabs=config.num_chunks if role.combines else 1,
         block_m=config.block_m, block_n=config.block_n, block_k=config.block_k,
-        group_m=config.group_m, span=config.span if role.is_sharded and world_size > 1 else 1,
+        group_m=config.group_m, span=config.span if is_banded else 1, alone=config.alone if is_banded else 0,
         num_feeders=num_feeders,
         world_size=world_size,
         num_shards=world_size if role.is_sharded else 1,

@@ -1,6 +1,6 @@
 """Multiply and reduce-scatter, or all-reduce, in every strategy: who runs when, over which buffers.
 
-sequential  the library's GEMM, then the collective
+sequential  the library's GEMM, then the collective (``direct.py`` where SMs copy)
 pipelined   one library GEMM per shard, each sent as soon as it is done
 fused       one kernel, whose tiles leave as they are finished. Who sends, and where sums are made:
 
@@ -19,10 +19,19 @@ from functools import partial
 import torch
 
 from tileflux.config import GemmConfig
-from tileflux.kernels import steps
+from tileflux.kernels import direct, steps
 from tileflux.kernels.again import Launched
 from tileflux.kernels.beside import beside, join
-from tileflux.kernels.dense import load_steps, multiply, num_feeders, pipelined_tiles, run, sends_by_copies
+from tileflux.kernels.dense import (
+    copies_by_sms,
+    is_plain_product,
+    load_steps,
+    multiply,
+    num_feeders,
+    pipelined_tiles,
+    run,
+    sends_by_copies,
+)
 from tileflux.kernels.gemm_launch import launch_gemm
 from tileflux.kernels.gemm_shared import sms_for
 from tileflux.kernels.launch import on_host
@@ -34,13 +43,15 @@ from tileflux.kernels.shards import scatter_shards, spread_shards
 from tileflux.kernels.turns import Turn, turn
 from tileflux.symm.group import Group
 
-__all__ = ["behind_count", "num_summers", "own_part", "run_scatter", "run_spread", "sum_all"]
+__all__ = ["behind_count", "num_summers", "own_part", "pull_sums", "run_scatter", "run_spread", "sum_all"]
 
 
 def run_scatter(
     group: Group, operands: Operands, rows: tuple[int, ...], strategy: str, config: GemmConfig, op: str = "gemm_rs"
 ) -> Launched | None:
     """Multiply and reduce-scatter; ``operands.out`` has this rank's rows. Returns what can be launched again."""
+    if strategy == "sequential" and copies_by_sms(group):
+        return pull_sums(group, operands, rows, config, op, sum(rows[: group.rank]))
     if strategy == "sequential" or group.world_size == 1:
         mine = own_part(operands, sum(rows))
         multiply(group, mine, config)
@@ -66,6 +77,32 @@ def run_spread(group: Group, operands: Operands, config: GemmConfig) -> None:
     out = operands.out
     here = turn(group, spread_shards("gemm_ar", group.world_size, len(out), out.shape[1], out.element_size(), config))
     run(operands, SPREAD, config, group, here, releases=True)
+
+
+def pull_sums(
+    group: Group, operands: Operands, rows: tuple[int, ...], config: GemmConfig, op: str, first_row: int
+) -> Launched | None:
+    """Multiply all rows, and add up all ranks' from ``first_row`` on into ``operands.out``."""
+    out = operands.out
+    here = direct.pull_turn(group, op, rows, out.shape[1], out.dtype)
+    whole = dataclasses.replace(operands, out=here.gathered(out.dtype, out.shape[1]))
+    multiply(group, whole, config, load_only=True)
+    direct.open_pull(group, here, out.dtype)
+    multiply(group, whole, config)
+    direct.pull(group, here, out, first_row)
+    if not is_plain_product(group, whole):
+        return None
+    return Launched(None, here, _open, partial(_pull_rows, first_row), _multiply_into)
+
+
+def _pull_rows(
+    first_row: int, group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    direct.pull(group, here, out, first_row)
+
+
+def _multiply_into(here: Turn, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(x, weight.t(), out=here.gathered(out.dtype, out.shape[1]))
 
 
 def _push_finished(group: Group, operands: Operands, config: GemmConfig, here: Turn) -> None:

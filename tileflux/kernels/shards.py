@@ -11,7 +11,17 @@ from dataclasses import dataclass
 
 from tileflux.config import MAX_CHUNKS, GemmConfig, hashed_once
 
-__all__ = ["ALIGNMENT", "ShardPlan", "combine_shards", "gather_shards", "scatter_shards", "spread_shards"]
+__all__ = [
+    "ALIGNMENT",
+    "ShardPlan",
+    "combine_shards",
+    "gather_shards",
+    "pull_shards",
+    "scatter_shards",
+    "slab_shards",
+    "spread_shards",
+    "swap_shards",
+]
 
 ALIGNMENT = 256
 """Of what lies in one region behind something else, in bytes."""
@@ -72,6 +82,20 @@ def gather_shards(op: str, rows: tuple[int, ...], row_bytes: int, scaled: bool, 
 
 
 @functools.lru_cache(maxsize=4096)
+def pull_shards(op: str, rows: tuple[int, ...], row_bytes: int) -> ShardPlan:
+    """Partial sums that peers read where they are: a buffer for all rows, and one flag."""
+    return ShardPlan(op, rows, 1, max(1, *rows), 1, sum(rows) * row_bytes)
+
+
+@functools.lru_cache(maxsize=4096)
+def swap_shards(op: str, world_size: int, nbytes: int, num_programs: int) -> ShardPlan:
+    """Sums that everybody sends to everybody: twice a slot per source, and a flag per program."""
+    slot_bytes = _round_up(nbytes, 16)
+    data_bytes = 2 * _round_up(world_size * slot_bytes, ALIGNMENT)
+    return ShardPlan(op, (1,) * world_size, 1, 1, num_programs, data_bytes, slot_bytes)
+
+
+@functools.lru_cache(maxsize=4096)
 def scatter_shards(
     op: str, rows: tuple[int, ...], num_columns: int, itemsize: int, config: GemmConfig, by_copies: bool = False
 ) -> ShardPlan:
@@ -120,3 +144,37 @@ def combine_shards(
             plan, data_bytes=plan.data_bytes // 2, by_copies=True, staging_bytes=staging_bytes
         )  # fmt: skip
     return plan
+
+
+@functools.lru_cache(maxsize=4096)
+def slab_shards(
+    op: str,
+    rows: tuple[int, ...],
+    capacity: int,
+    num_columns: int,
+    itemsize: int,
+    config: GemmConfig,
+    by_copies: bool = False,
+) -> ShardPlan:
+    """As ``combine_shards`` by slab, where each slab is multiplied by itself, and all are equally wide.
+
+    This rank's own memory has a slot for each owner, however they are sent, and behind them one slab's rows.
+    """
+    plan = scatter_shards(op, rows, num_columns, itemsize, config)
+    slab_columns = _even_slab(num_columns, config.block_n, config.num_chunks)
+    return dataclasses.replace(
+        plan, num_flags=MAX_CHUNKS, slab_columns=slab_columns, by_copies=by_copies,
+        data_bytes=plan.data_bytes // 2 if by_copies else plan.data_bytes,
+        staging_bytes=len(rows) * plan.slot_bytes + capacity * slab_columns * itemsize,
+    )  # fmt: skip
+
+
+def _even_slab(num_columns: int, block_n: int, num_slabs: int) -> int:
+    """Columns of a slab of which no more than ``num_slabs`` make up all: whole tiles, unless that is far too wide.
+
+    A multiple of 16 in any case, so that each begins as aligned as the first; if none divides
+    them, one slab has room for all.
+    """
+    widths = [num_columns // count for count in range(num_slabs, 0, -1) if num_columns % (16 * count) == 0]
+    narrowest = min(widths, default=_round_up(num_columns, 16))
+    return next((width for width in widths if width % block_n == 0 and width <= 2 * narrowest), narrowest)

@@ -6,6 +6,7 @@ as the fused kernel uses them, while a reduce-scatter announces whole shards. Th
 """
 
 import time
+from typing import Any
 
 import torch
 import triton
@@ -35,6 +36,9 @@ from tileflux.lang.turn import (
 )
 
 __all__ = [
+    "add_up",
+    "await_everyone",
+    "launch_alone",
     "launch_await",
     "launch_await_everyone",
     "launch_close",
@@ -54,18 +58,26 @@ _SUM_BLOCK = (8, 256)
 _NUM_WARPS = 8
 
 
-def launch_feed(turn: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, num_feeders: int, world_size: int) -> None:
-    """Send ``x``, and the scales of its rows, to every peer."""
+def launch_feed(
+    turn: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, num_feeders: int, world_size: int, kernel: Any = None
+) -> None:
+    """Send ``x``, and the scales of its rows, to every peer; by another ``kernel`` that takes the same, if given."""
     scale = 0 if scale_x is None else scale_x.data_ptr()
     arguments = (x.data_ptr(), scale, x.shape[1] * x.element_size(), turn.table)
+    constants = (scale_x is not None, world_size, _BLOCK)
     with launching(turn.group):
-        launch_step(_feed_kernel, num_feeders, arguments, (scale_x is not None, world_size, _BLOCK), _NUM_WARPS)
+        launch_step(kernel or _feed_kernel, num_feeders, arguments, constants, _NUM_WARPS)
+
+
+def launch_alone(kernel: Any, turn: Turn, world_size: int, num_programs: int = 1) -> None:
+    """A kernel of a single program that takes the plan and nothing else."""
+    with launching(turn.group):
+        launch_step(kernel, num_programs, (turn.table,), (world_size,), 1)
 
 
 def launch_open(turn: Turn, world_size: int, num_programs: int = 1) -> None:
     """Before copies send this rank's rows: wait until every peer's buffer is free."""
-    with launching(turn.group):
-        launch_step(_open_kernel, num_programs, (turn.table,), (world_size,), 1)
+    launch_alone(_open_kernel, turn, world_size, num_programs)
 
 
 def launch_await(turn: Turn, source: int, chunk: int, world_size: int, num_programs: int = 1) -> None:
@@ -115,8 +127,7 @@ def launch_sum_slabs(turn: Turn, out: torch.Tensor, num_programs: int, world_siz
 
 def launch_release(turn: Turn, world_size: int, num_programs: int = 1) -> None:
     """This rank has finished the call."""
-    with launching(turn.group):
-        launch_step(_release_kernel, num_programs, (turn.table,), (world_size,), 1)
+    launch_alone(_release_kernel, turn, world_size, num_programs)
 
 
 def read_clock(device: torch.device) -> torch.Tensor:
@@ -204,7 +215,7 @@ def _push_kernel(
 
 
 @triton.jit
-def _await_everyone(table, chunk, WORLD: tl.constexpr):
+def await_everyone(table, chunk, WORLD: tl.constexpr):
     """Until every peer has announced ``chunk`` of what it has for this rank."""
     rank = word(table, RANK)
     epoch = current_epoch(table, WORLD)
@@ -215,8 +226,37 @@ def _await_everyone(table, chunk, WORLD: tl.constexpr):
 
 @triton.jit(do_not_specialize=("chunk", "table_ptr"))
 def _await_everyone_kernel(chunk: tl.int32, table_ptr, WORLD: tl.constexpr):
-    _await_everyone(table_ptr, chunk, WORLD)
+    await_everyone(table_ptr, chunk, WORLD)
     confirm_call(table_ptr)
+
+
+@triton.jit
+def add_up(
+    out, num_elements, given, SUM: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr, WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store sums at ``out``, of blocks that programs take in turn: what ``SUM`` makes of ``given`` in fp32, rounded."""
+    num_elements = num_elements.to(tl.int64)
+    to = typed(out, TYPE, ALIGNED)
+    num_whole = num_elements // BLOCK * BLOCK
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for block in range(begin, num_whole, step):
+        # Whole blocks carry no mask: a mask of unknown alignment makes every access one element wide.
+        offsets = block // BLOCK * BLOCK + tl.arange(0, BLOCK)
+        total = SUM(given, offsets, None, TYPE, ALIGNED, WORLD)
+        tl.store(to + offsets, total.to(TYPE))
+    if tl.program_id(0) == 0:
+        offsets = num_whole + tl.arange(0, BLOCK)
+        mask = offsets < num_elements
+        total = SUM(given, offsets, mask, TYPE, False, WORLD)
+        tl.store(typed(out, TYPE, False) + offsets, total.to(TYPE), mask=mask)
+
+
+@triton.jit
+def _sum_of_slots(given, offsets, mask, TYPE: tl.constexpr, ALIGNED: tl.constexpr, WORLD: tl.constexpr):
+    first, stride = given
+    return sum_slots(first, offsets, mask, stride, TYPE, ALIGNED, WORLD)
 
 
 @triton.jit(do_not_specialize=("out", "num_elements", "table_ptr"))
@@ -232,24 +272,10 @@ def _sum_kernel(
     rank = word(table_ptr, RANK)
     epoch = current_epoch(table_ptr, WORLD)
     # One's own are there: whoever brought them came before, on this stream.
-    _await_everyone(table_ptr, 0, WORLD)
+    await_everyone(table_ptr, 0, WORLD)
     first = slot(table_ptr, rank, tl.full((), 0, tl.int32), epoch, WORLD)
     stride = tl.load(table_ptr + SLOT_BYTES)
-    num_elements = num_elements.to(tl.int64)
-    to = typed(out, TYPE, ALIGNED)
-    num_whole = num_elements // BLOCK * BLOCK
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for block in range(begin, num_whole, step):
-        # Whole blocks carry no mask: a mask of unknown alignment makes every access one element wide.
-        offsets = block // BLOCK * BLOCK + tl.arange(0, BLOCK)
-        total = sum_slots(first, offsets, None, stride, TYPE, ALIGNED, WORLD)
-        tl.store(to + offsets, total.to(TYPE))
-    if tl.program_id(0) == 0:
-        offsets = num_whole + tl.arange(0, BLOCK)
-        mask = offsets < num_elements
-        total = sum_slots(first, offsets, mask, stride, TYPE, False, WORLD)
-        tl.store(typed(out, TYPE, False) + offsets, total.to(TYPE), mask=mask)
+    add_up(out, num_elements, (first, stride), _sum_of_slots, TYPE, ALIGNED, WORLD, BLOCK)
     release(table_ptr, WORLD)
 
 
@@ -275,7 +301,7 @@ def _sum_slabs_kernel(
         slab_columns = slab_columns // 16 * 16
     to = typed(out, TYPE, ALIGNED)
     for slab in range(tl.cdiv(N, slab_columns)):
-        _await_everyone(table_ptr, slab, WORLD)
+        await_everyone(table_ptr, slab, WORLD)
         begin = slab * slab_columns
         width = min(N - begin, slab_columns)
         if ALIGNED:

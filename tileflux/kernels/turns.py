@@ -83,7 +83,8 @@ def _own_memory(group: Group, nbytes: int) -> torch.Tensor:
     kept = _own.setdefault(group, [])
     if not kept or kept[-1].numel() < nbytes:
         grown = max(nbytes, 2 * kept[-1].numel() if kept else 0)
-        kept.append(torch.empty(grown, dtype=torch.uint8, device=group.device))
+        with torch.inference_mode(False):  # kept for calls outside of it, too
+            kept.append(torch.empty(grown, dtype=torch.uint8, device=group.device))
     return kept[-1]
 
 
@@ -244,6 +245,12 @@ class Turn:
         num_rows, columns = self.plan.rows[owner], self.plan.slabs(num_columns)[index]
         begin, size = (num_rows * count * dtype.itemsize for count in (columns.start, len(columns)))
         return slot[begin : begin + size].view(dtype).view(num_rows, len(columns))
+
+    @_made_once
+    def slab_rows(self, num_rows: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
+        """This rank's products of one slab, all of which are equally wide; they are added up into what is sent."""
+        begin, shape = self._world_size * self.plan.slot_bytes, (num_rows, min(self.plan.slab_columns, num_columns))
+        return self.own[begin : begin + shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
 
     @_made_once
     def staged(self, owner: int, chunk: int = 0) -> torch.Tensor:

@@ -2,19 +2,20 @@
 
 Rows are cut into *shards*, one per rank, and a shard into *chunks*; no tile reaches over the edge of either, so a
 tile waits for one flag and belongs to one rank. Every chunk has room for the same number of tiles; those
-beyond a shard's last row are skipped. The functions use nothing but ``//``, ``%`` and ``min``, so that the host can
-``replay`` them with plain numbers.
+beyond a shard's last row are skipped. The functions use nothing but ``//``, ``%``, ``min`` and ``max``, so that the
+host can ``replay`` them with plain numbers.
 
-An order maps (step, rank, num_shards, num_chunks, num_m, num_n, group_m, span) to (shard, chunk, m, n, turn), where
+An order maps (step, rank, num_shards, num_chunks, num_m, num_n, group_m, bands) to (shard, chunk, m, n, turn), where
 ``m`` and ``n`` count tiles within the chunk. ``turn`` is 0 for a tile to multiply, and 1 where it is only to be summed.
 
-``span`` chunks go through the columns together. One after the other, each would have the whole weight read for its
-own few rows: 128 of them are about as few as the memory can keep up with. But where rows arrive, tiles of the first
-of these chunks then stand behind some that wait for the last. This rank's own chunks are never among others': where
+``bands`` is (span, alone): ``span`` chunks go through the columns together, as a band. One after the other, each would
+have the whole weight read for its own few rows: 128 of them are about as few as the memory can keep up with. But where
+rows arrive, tiles of the first of these chunks then stand behind some that wait for the last; so the first to arrive,
+as many as ``alone``, go one by one, until the product has fallen behind the rows. Sums depart the other way round: the
+last go one by one, so that little is left to send at the end. This rank's own chunks are never among others': where
 rows arrive they need not be waited for, and where sums depart they wait for every peer, and must not keep from leaving
-what a peer waits for. Chunks that are left over join a band rather than read the weight for themselves: the
-last where rows arrive, when there are most of them, and the first where sums depart, so that little is left to
-send at the end.
+what a peer waits for. Fewer than ``span`` chunks that are left over join the band next to them rather than read the
+weight for themselves.
 """
 
 from collections.abc import Callable
@@ -44,38 +45,38 @@ def grouped(index, num_m, num_n, group_m):
 
 
 @triton.jit
-def arrival_order(step, rank, num_shards, num_chunks, num_m, num_n, group_m, span):
+def arrival_order(step, rank, num_shards, num_chunks, num_m, num_n, group_m, bands):
     """My own rows first, then those of the next rank: the order in which the feeders of ``lang/turn.py`` send."""
-    return _shard_order(step, rank, num_shards, num_chunks, num_chunks, False, num_m, num_n, group_m, span)
+    return _shard_order(step, rank, num_shards, num_chunks, num_chunks, False, num_m, num_n, group_m, bands)
 
 
 @triton.jit
-def departure_order(step, rank, num_shards, num_chunks, num_m, num_n, group_m, span):
+def departure_order(step, rank, num_shards, num_chunks, num_m, num_n, group_m, bands):
     """The next rank's rows first and my own last: in every step the ranks send to different peers."""
     others = (num_shards - 1) * num_chunks
-    return _shard_order(step, rank + 1, num_shards, num_chunks, others, True, num_m, num_n, group_m, span)
+    return _shard_order(step, rank + 1, num_shards, num_chunks, others, True, num_m, num_n, group_m, bands)
 
 
 @triton.jit
-def twice_order(step, rank, num_shards, num_chunks, num_m, num_n, group_m, span):
+def twice_order(step, rank, num_shards, num_chunks, num_m, num_n, group_m, bands):
     """All tiles to multiply, then all again to be summed."""
     num_tiles = num_shards * num_chunks * num_m * num_n
     index = step % num_tiles
     shard, chunk, m, n, _ = _shard_order(
-        index, 0, num_shards, num_chunks, num_chunks, False, num_m, num_n, group_m, span
+        index, 0, num_shards, num_chunks, num_chunks, False, num_m, num_n, group_m, bands
     )
     return shard, chunk, m, n, step // num_tiles
 
 
 @triton.jit
-def slab_order(step, rank, num_shards, num_slabs, num_m, num_n, num_blocks, span):
+def slab_order(step, rank, num_shards, num_slabs, num_m, num_n, num_blocks, bands):
     """Grouped rows that are added up by token: columns in slabs, and a slab's sums while the next one is multiplied.
 
     Of a slab, first the tiles of the list, turn 0. Its sums for the peers, turn 1, come after the next slab's tiles, so
     that nobody waits long for the last of its own; the next rank's tokens come first. The sums for one's own tokens
     come last, since they wait for everybody's. ``num_n`` counts columns of tiles in a slab, ``num_m`` tiles of the
     list, ``num_blocks`` blocks of tokens in a shard; the ``n`` that is returned counts columns of all slabs. Tiles wait
-    for nobody's rows, and ``span`` is not asked.
+    for nobody's rows, and ``bands`` is not asked.
     """
     tiles = num_m * num_n
     block = num_blocks * num_n
@@ -105,11 +106,8 @@ def slab_order(step, rank, num_shards, num_slabs, num_m, num_n, num_blocks, span
 
 
 @triton.jit
-def _shard_order(step, first, num_shards, num_chunks, split, rest_first, num_m, num_n, group_m, span):
-    """Chunks from those of shard ``first`` on, ``span`` at a time; the first ``split`` and the others apart.
-
-    What is left of a division by ``span`` goes with the last of them, or, ``rest_first``, with the first.
-    """
+def _shard_order(step, first, num_shards, num_chunks, split, departs, num_m, num_n, group_m, bands):
+    """Chunks from those of shard ``first`` on, band by band; the first ``split`` and the others apart."""
     chunk_tiles = num_m * num_n
     index = step
     begin = step * 0
@@ -118,25 +116,24 @@ def _shard_order(step, first, num_shards, num_chunks, split, rest_first, num_m, 
         index = step - split * chunk_tiles
         begin += split
         count = num_shards * num_chunks - split
-    num_bands = count // span
-    height = begin * 0 + span
-    if num_bands <= 1:
-        height = count
-    elif rest_first:
-        height = count - (num_bands - 1) * span
-    if index >= height * chunk_tiles:
-        # Behind the first band the others are of one size, but for the last where the rest is there.
-        index -= height * chunk_tiles
-        begin += height
-        count -= height
-        band = min(index // (span * chunk_tiles), num_bands - 2)
-        index -= band * span * chunk_tiles
-        begin += band * span
-        height = height * 0 + span
-        if band == num_bands - 2:
-            height = count - band * span
-    m, n = grouped(index, height * num_m, num_n, group_m)
-    chunk = begin + m // num_m
+    span, alone = bands
+    place = index // chunk_tiles
+    if departs:
+        place = count - 1 - place
+    # Counted from the side of those that go alone: ``below`` is what comes before the band.
+    below = place
+    height = begin * 0 + 1
+    if place >= alone:
+        num_bands = max((count - alone) // span, 1)
+        band = min((place - alone) // span, num_bands - 1)
+        below = alone + band * span
+        height += span - 1
+        if band == num_bands - 1:
+            height = count - below
+    if departs:
+        below = count - below - height
+    m, n = grouped(index - below * chunk_tiles, height * num_m, num_n, group_m)
+    chunk = begin + below + m // num_m
     return (first + chunk // num_chunks) % num_shards, chunk % num_chunks, m % num_m, n, 0
 
 

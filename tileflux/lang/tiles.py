@@ -81,7 +81,8 @@ def locate(step, parts, rows, N, table, ORDER: tl.constexpr, SPEC: tl.constexpr)
     band = rank * 0 + SPEC.group_m
     if SPEC.combines:
         band = tl.cdiv(chunk_rows, SPEC.block_m)
-    owner, chunk, m, n, turn = ORDER(step, rank, SPEC.num_shards, num_chunks, num_m, num_n, band, SPEC.span)
+    bands = (SPEC.span, SPEC.alone)
+    owner, chunk, m, n, turn = ORDER(step, rank, SPEC.num_shards, num_chunks, num_m, num_n, band, bands)
     first_row = chunk_rows * 0
     num_rows = rows.to(tl.int32)
     if SPEC.num_shards > 1:

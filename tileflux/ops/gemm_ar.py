@@ -22,12 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tileflux.config import GemmConfig
-from tileflux.kernels.dense import gather_rows, multiply
+from tileflux.config import SWAPPED_BYTES, GemmConfig
+from tileflux.kernels.dense import copies_by_sms, gather_rows, multiply
+from tileflux.kernels.direct import swap
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import split_rows
 from tileflux.kernels.prepared import Kept
-from tileflux.kernels.scatter import run_scatter, run_spread
+from tileflux.kernels.scatter import pull_sums, run_scatter, run_spread
 from tileflux.ops import _dense
 from tileflux.ops._call import begin, check_out, guarded
 from tileflux.ops._library import eager_only, register
@@ -133,7 +134,15 @@ def _multiply(inputs: _dense.Inputs, group: Group, decided: _dense.Decided, out:
 
 def _sum_products(group: Group, operands: Operands, choice: Choice) -> None:
     out = operands.out
-    if choice.strategy == "sequential" or group.world_size == 1:
+    directly = choice.strategy == "sequential" and choice.algorithm == "one_shot" and copies_by_sms(group)
+    if directly and out.nbytes <= SWAPPED_BYTES:
+        partial = dataclasses.replace(operands, out=torch.empty_like(out))
+        multiply(group, partial, choice.config, load_only=True)
+        multiply(group, partial, choice.config)
+        swap(group, "gemm_ar", partial.out, out)
+    elif directly:
+        pull_sums(group, operands, split_rows(len(out), group.world_size), choice.config, "gemm_ar", 0)
+    elif choice.strategy == "sequential" or group.world_size == 1:
         partial = dataclasses.replace(operands, out=torch.empty_like(out))
         multiply(group, partial, choice.config)
         sum_everywhere(group, "gemm_ar", partial.out, out, choice.algorithm)

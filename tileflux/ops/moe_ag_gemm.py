@@ -33,7 +33,7 @@ from tileflux.ops.all_gather import all_gather_reference
 from tileflux.ops.grouped_gemm import grouped_gemm_reference
 from tileflux.ops.routing import Routing
 from tileflux.symm.group import group_by_name
-from tileflux.tune.lookup import problem_for
+from tileflux.tune.lookup import problem_for, stage_span
 
 __all__ = ["moe_ag_gemm", "moe_ag_gemm_reference"]
 
@@ -131,6 +131,8 @@ def _run(
     problem = problem_for("moe_ag_gemm", num_tokens, widest, depth, x.dtype, x.device, group, activation)
     choice = _dense.choose(problem, strategy, _dense.config_from(config))
     tiles = _moe.tiles_for(choice.config, config, block_m, problem)
+    if not config:
+        tiles = dataclasses.replace(tiles, span=stage_span(problem, capacity, len(weights[0])))
     begin(
         "moe_ag_gemm",
         group,

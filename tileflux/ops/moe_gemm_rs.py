@@ -11,7 +11,10 @@
 Products are accumulated in fp32 and rounded to the result's type; a token's choices are weighted and added up in fp32,
 in their order, and rounded; ranks are added up in fp32, s = 0, 1, 2, ..., and rounded once: bitwise repeatable.
 
-fused: columns are cut into slabs. While one slab is multiplied, the rows of the slab before are added up by token, and
+pipelined: columns are cut into slabs. Of each there is a product, and a kernel that adds up all tokens' choices; then
+it is sent, by the copy engine or by SMs, while the next slab is multiplied. A kernel at the end adds up all ranks'.
+
+fused: slabs, too, in one launch. While one slab is multiplied, the rows of the slab before are added up by token, and
 stored into this rank's slot at the token's owner, with a flag; sums of one's own tokens come last, and wait for the
 flags of all peers. The last program of the launch tells the peers that it has read. Where copies need no SM, sums stay
 in memory of this rank's own, counted by owner and slab, and the copy engine carries each such part when it is complete;
@@ -36,11 +39,9 @@ from tileflux.ops.grouped_gemm import grouped_gemm_reference
 from tileflux.ops.reduce_scatter import reduce_scatter_reference
 from tileflux.ops.routing import Routing
 from tileflux.symm.group import group_by_name
-from tileflux.tune.lookup import problem_for
+from tileflux.tune.lookup import problem_for, usual_slabs
 
 __all__ = ["moe_gemm_rs", "moe_gemm_rs_reference", "slab_tiles"]
-
-_NUM_SLABS = 4
 
 
 def moe_gemm_rs(
@@ -57,12 +58,11 @@ def moe_gemm_rs(
 ) -> torch.Tensor:
     """This rank's tokens: the products of all their choices, on whatever rank, weighted and added up.
 
-    ``config.num_chunks`` is the number of slabs that columns are cut into.
+    ``config.num_chunks`` is the number of slabs that columns are cut into; pipelined, where all are equally wide, the
+    most that there may be.
     """
     _check(h, weight, scale_h, scale_weight, routing)
     _dense.check_strategy("moe_gemm_rs", strategy, config)
-    if strategy == "pipelined":
-        raise ValueError("moe_gemm_rs: strategy='pipelined' is not there; take 'fused', which works slab by slab")
     _moe.check_config("moe_gemm_rs", config, routing.groups)
     routing.ensure_fits()
     arguments: list[Any] = [
@@ -112,8 +112,9 @@ def _run(
     out = check_out("moe_gemm_rs", out, (rows[group.rank], num_columns), h, dtype=out_dtype, others=(weight,))
     problem = problem_for("moe_gemm_rs", num_tokens, num_columns, h.shape[1], h.dtype, h.device, group)
     choice = _dense.choose(problem, strategy, _dense.config_from(config))
-    tiles = slab_tiles(choice.config, config, block_m, problem)
-    same = (rows, num_columns, h.dtype, out_dtype, choice.strategy, tiles.block_m, tiles.block_n, top_k)
+    tiles = slab_tiles(choice.config, config, block_m, problem, choice.strategy)
+    num_slabs = tiles.num_chunks if choice.strategy == "pipelined" else 0
+    same = (rows, num_columns, h.dtype, out_dtype, choice.strategy, tiles.block_m, tiles.block_n, top_k, num_slabs)
     begin("moe_gemm_rs", group, same)
     if 0 in (num_tokens, num_columns):
         return out
@@ -124,10 +125,10 @@ def _run(
     return out
 
 
-def slab_tiles(usual: GemmConfig, given: str, block_m: int, problem: GemmProblem) -> GemmConfig:
+def slab_tiles(usual: GemmConfig, given: str, block_m: int, problem: GemmProblem, strategy: str) -> GemmConfig:
     """As ``_moe.tiles_for``, and how many slabs columns are cut into."""
     tiles = _moe.tiles_for(usual, given, block_m, problem)
-    return tiles if given else dataclasses.replace(tiles, num_chunks=_NUM_SLABS)
+    return tiles if given else dataclasses.replace(tiles, num_chunks=usual_slabs(problem, strategy, tiles.block_n))
 
 
 def _fake(

@@ -18,6 +18,7 @@ __all__ = [
     "Duel",
     "Timing",
     "Verdict",
+    "baseline_of",
     "ect",
     "hidden",
     "judge",
@@ -29,6 +30,12 @@ BASELINES = ("sequential", "pipelined", "torch")
 """What ours is compared with, in the order of tables."""
 OURS = "ours"
 """How the names of our own contenders begin."""
+
+
+def baseline_of(name: str) -> str | None:
+    """Which of ``BASELINES`` a contender counts as; None for ours. There may be several ways to one: ``torch one-shot``
+    and ``torch two-shot`` are both ``torch``."""
+    return next((each for each in BASELINES if name == each or name.startswith(f"{each} ")), None)
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ class CaseResult:
     beside: Timing | None
     """The library's product beside the same transfers, neither waiting: the interference no schedule avoids."""
     contenders: tuple[Timing, ...]
-    """Baselines by the names of ``BASELINES``, then ours as ``ours fused`` and so on."""
+    """Baselines by the names of ``BASELINES`` (see ``baseline_of``), then ours as ``ours fused`` and so on."""
     skipped: tuple[tuple[str, str], ...]
     """Contenders that could not run here, and why."""
     auto: str
@@ -121,6 +128,11 @@ class CaseResult:
         """A contender by name."""
         return next((timing for timing in self.contenders if timing.name == name), None)
 
+    def best(self, baseline: str) -> Timing | None:
+        """The quickest of the contenders that count as ``baseline``. None if none ran."""
+        same = (timing for timing in self.contenders if baseline_of(timing.name) == baseline)
+        return min(same, key=lambda timing: timing.seconds, default=None)
+
     def ect(self, timing: Timing) -> float:
         """The communication that a contender exposes, in seconds."""
         return ect(timing.seconds, self.gemm.seconds)
@@ -129,9 +141,9 @@ class CaseResult:
         """The share of communication that a contender hides."""
         return None if self.comm is None else hidden(timing.seconds, self.gemm.seconds, self.comm.seconds)
 
-    def over(self, name: str, timing: Timing) -> float | None:
-        """How many times as quick as the contender ``name`` another one is; None if that one did not run."""
-        other = self.find(name)
+    def over(self, baseline: str, timing: Timing) -> float | None:
+        """How many times as quick as the quickest of a baseline a contender is; None if that did not run."""
+        other = self.best(baseline)
         return None if other is None else other.seconds / timing.seconds
 
 

@@ -6,6 +6,8 @@ need MPS). The rendezvous goes through the group's store and a socket, so a gloo
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
@@ -19,14 +21,20 @@ from tileflux.symm.processes import ProcessTransport
 from tileflux.symm.stream_copy import StreamCopier
 
 __all__ = [
+    "ALL_REDUCES",
     "CudaTransport",
+    "SymmetricSum",
     "fused_all_gather_matmul",
     "fused_matmul_reduce_scatter",
     "has_multicast",
+    "why_not_all_reduce",
     "write_flag",
 ]
 
 
+ALL_REDUCES = ("one-shot", "two-shot", "multimem")
+"""Torch's all-reduces of symmetric memory."""
+_SUMMED = (torch.float32, torch.bfloat16)
 _CLOSING_S = 5.0
 _mapped: list[Segment] = []
 """Memory that peers may still write to. Only an orderly close takes it out, not a group that is merely forgotten."""
@@ -126,3 +134,42 @@ def fused_matmul_reduce_scatter(x: torch.Tensor, weight: torch.Tensor) -> torch.
     """Torch's own ``reduce_scatter(x @ weight)`` in the default process group."""
     name = dist.distributed_c10d._get_default_group().group_name
     return torch.as_tensor(torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight, "sum", 0, name))
+
+
+class SymmetricSum:
+    """Torch's own all-reduces in the default process group, of a symmetric buffer that is made and met over once.
+
+    The buffer may be overwritten by whatever the stream does next, and freed once the stream is done, though peers read
+    it, and of the two ways in place write to it: each of torch's kernels ends with a barrier (``sync_remote_blocks``),
+    at which every block waits until that block of every peer has made its last access. It has no deadline.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        group = dist.distributed_c10d._get_default_group()
+        self._group_name = group.group_name
+        with torch.cuda.device(device):
+            self.buffer = symm_mem.empty(shape, dtype=dtype, device=device)
+            self._handle = symm_mem.rendezvous(self.buffer, group)
+
+    def all_reduce(self, way: str, out: torch.Tensor) -> torch.Tensor:
+        """Sum the buffer over ranks. Where the sum is: ``out`` after one-shot, else the buffer itself, all of it."""
+        if way == "one-shot":
+            torch.ops.symm_mem.one_shot_all_reduce_out(self.buffer, "sum", self._group_name, out)
+            return out
+        if way == "two-shot":
+            torch.ops.symm_mem.two_shot_all_reduce_(self.buffer, "sum", self._group_name)
+        elif way == "multimem":
+            torch.ops.symm_mem.multimem_all_reduce_(self.buffer, "sum", self._group_name)
+        else:
+            raise ValueError(f"way={way!r} is not one of {', '.join(ALL_REDUCES)}")
+        return self.buffer
+
+
+def why_not_all_reduce(way: str, shape: tuple[int, ...], dtype: torch.dtype, has_multicast: bool) -> str:
+    """Why torch would refuse an all-reduce of ``SymmetricSum``; empty if it would not. Any world size will do."""
+    if way == "multimem" and not has_multicast:
+        return "these ranks have no multicast"
+    if dtype not in _SUMMED:
+        return f"torch's symmetric all-reduces take float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    nbytes = math.prod(shape) * dtype.itemsize
+    return f"torch's symmetric all-reduces want multiples of 4 bytes, not {nbytes}" if nbytes % 4 else ""

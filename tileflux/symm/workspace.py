@@ -170,7 +170,9 @@ class Workspace:
         if not self._segments or self._used + nbytes > self._segments[-1].nbytes:
             step = _SEGMENT_STEP[self._transport.device.type]
             size = -(-max(nbytes, 1) // step) * step
-            self._segments.append(self._transport.allocate(size))
+            # It outlives the call that first needs it: torch refuses to write into what was made in inference mode.
+            with torch.inference_mode(False):
+                self._segments.append(self._transport.allocate(size))
             self._used = 0
         segment, offset = self._segments[-1], self._used
         self._used = -(-(offset + nbytes) // _ALIGNMENT) * _ALIGNMENT

@@ -88,11 +88,12 @@ def _constexprs(world_size: int) -> dict[str, object]:
 
 
 def _step(
-    name: str, signature: dict[str, str], constexprs: dict[str, object], waits: bool = True, signals: bool = True
-) -> CompileCase:
+    name: str, signature: dict[str, str], constexprs: dict[str, object], waits: bool = True, signals: bool = True,
+    module: str = "steps",
+) -> CompileCase:  # fmt: skip
     return CompileCase(
         name=f"step {name}",
-        kernel=f"tileflux.kernels.steps:_{name}_kernel",
+        kernel=f"tileflux.kernels.{module}:_{name}_kernel",
         signature={**signature, "table_ptr": "*i64"},
         constexprs={"WORLD": 8, **constexprs},
         divisible_by_16=(),
@@ -120,6 +121,29 @@ _STEPS = (
         {"TYPE": Imported("triton.language:bfloat16"), "ALIGNED": True, "ROWS": 8, "COLUMNS": 256},
     ),
     _step("release", {}, {}, waits=False),
+    _step("push_slab", {"row_bytes": "i64", "slab": "i32"}, {"BLOCK": BLOCK}, module="slabs"),
+    _step(
+        "feed_all",
+        {"x": "i64", "scale_x": "i64", "row_bytes": "i64"},
+        {"SCALED": True, "BLOCK": BLOCK},
+        waits=False,
+        module="direct",
+    ),
+    _step("await_rows", {}, {}, signals=False, module="direct"),
+    _step("meet", {}, {}, module="direct"),
+    _step(
+        "swap",
+        {"x": "i64", "out": "i64", "num_elements": "i64"},
+        {"TYPE": Imported("triton.language:bfloat16"), "ALIGNED": True, "BLOCK": 1024},
+        module="direct",
+    ),
+    _step(
+        "pull",
+        {"out": "i64", "first": "i64", "num_elements": "i64"},
+        {"TYPE": Imported("triton.language:bfloat16"), "ALIGNED": True, "BLOCK": BLOCK},
+        waits=False,
+        module="direct",
+    ),
 )
 
 _SMALL = (

@@ -1,4 +1,4 @@
-"""What ``tileflux bench`` compares among real ranks: plain baselines, torch's fused ops, and ours in each strategy."""
+"""What ``tileflux bench`` compares among real ranks: plain baselines, torch's own ops, and ours in each strategy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import abc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from tileflux.kernels.plan import split_rows
 from tileflux.symm.group import Group
 from tileflux.testing.numerics import assert_close
 from tileflux.tune.lookup import Choice, lookup, problem_for
+
+if TYPE_CHECKING:
+    from tileflux.symm.cuda import SymmetricSum
 
 __all__ = ["Contender", "Suite", "Task", "draw", "gemm_suite", "group_suite", "product"]
 
@@ -87,11 +91,8 @@ def group_suite(group: Group, op: str, shape: Shape, dtype: str, strategies: tup
     ]
     choice = task.choose()
     suite = Suite(task.parts(), contenders, task.poison, choice.strategy, choice.config.block_m)
-    reason = task.why_not_torch()
-    if reason:
-        suite.skipped["torch"] = reason
-    else:
-        contenders.append(Contender("torch", task.fused_by_torch, task.check_torch))
+    found, suite.skipped = task.by_torch()
+    contenders += found
     for strategy in strategies:
         if strategy != "pipelined":  # ours is the baseline already
             contenders.append(Contender(f"ours {strategy}", lambda how=strategy: task.ours(how), task.check))  # type: ignore[misc]
@@ -173,7 +174,7 @@ class Task(abc.ABC):
 
 
 class DenseTask(Task):
-    """One that torch has a fused op for, or might have."""
+    """One that torch has an op for."""
 
     torch_out: torch.Tensor
 
@@ -185,10 +186,13 @@ class DenseTask(Task):
         """As ``check``, for torch's result, which it allocates itself."""
         self._compare(self.torch_out)
 
+    def by_torch(self) -> tuple[list[Contender], dict[str, str]]:
+        """Torch's ways to the same result, and why others cannot be tried."""
+        reason = self.why_not_torch()
+        return ([], {"torch": reason}) if reason else ([Contender("torch", self.fused_by_torch, self.check_torch)], {})
+
     def why_not_torch(self) -> str:
         """Why torch's fused op cannot be tried; empty if it can."""
-        if self.op == "gemm_ar":
-            return "torch has no fused matmul and all-reduce"
         if self.group.transport != "cuda":
             return "torch's fused ops need ranks that are processes with GPUs"
         return "torch's fused ops want rows that divide by the ranks" if self.sizes else ""
@@ -236,12 +240,17 @@ class _Scatter(DenseTask):
         self.expected = torch.zeros(mine.stop - mine.start, n, device=device)
         for source, depth in enumerate(split_rows(k, group.world_size)):
             x, weight = draw(source, (m, depth), dtype, device), draw(100 + source, (n, depth), dtype, device)
-            self.expected += product(x[mine], weight)
+            part = product(x[mine], weight)
+            self.expected += part
+            self._note(source, part)
             if source == rank:
                 self.x = self.factor = x
                 self.weight = weight
         self.whole = torch.empty(m, n, dtype=dtype, device=device)
         self.out = torch.empty(self.expected.shape, dtype=dtype, device=device)
+
+    def _note(self, source: int, part: torch.Tensor) -> None:
+        """Take what the rank ``source`` contributes to the expected sum."""
 
     def communicate(self) -> None:
         if self.op == "gemm_ar":
@@ -272,4 +281,56 @@ class _Scatter(DenseTask):
         self.torch_out = fused_matmul_reduce_scatter(self.x, self.weight.t())
 
 
-_TASKS: dict[str, type[DenseTask]] = {"ag_gemm": _Gather, "gemm_rs": _Scatter, "gemm_ar": _Scatter}
+class _AllReduce(_Scatter):
+    """Torch has no fused op for it: its product goes into symmetric memory, and then there is a choice of sums."""
+
+    _step_by_step: torch.Tensor
+
+    def __init__(self, group: Group, op: str, shape: Shape, dtype: torch.dtype) -> None:
+        super().__init__(group, op, shape, dtype)
+        self._apart = torch.full_like(self.out, torch.nan)
+        self.torch_out = self._apart
+
+    def _note(self, source: int, part: torch.Tensor) -> None:
+        # Torch's kernels round after every rank's part, which in bf16 is beyond the tolerance of a sum rounded once.
+        self._step_by_step = self._step_by_step + part.to(self.dtype) if source else part.to(self.dtype)
+
+    @cached_property
+    def _sum(self) -> SymmetricSum:
+        """Made by the first call: torch may refuse, and is then left out."""
+        from tileflux.symm.cuda import SymmetricSum
+
+        return SymmetricSum(tuple(self.whole.shape), self.dtype, self.group.device)
+
+    def poison(self) -> None:
+        super().poison()
+        self._apart.fill_(torch.nan)
+        if "_sum" in vars(self):
+            self._sum.buffer.fill_(torch.nan)
+
+    def by_torch(self) -> tuple[list[Contender], dict[str, str]]:
+        if self.group.transport != "cuda":
+            return [], {"torch": "torch's symmetric all-reduces need ranks that are processes with GPUs"}
+        from tileflux.symm.cuda import ALL_REDUCES, why_not_all_reduce
+
+        found, skipped = [], {}
+        for way in ALL_REDUCES:
+            name = f"torch {way}"
+            reason = why_not_all_reduce(way, self.shape[:2], self.dtype, self.group.traits.has_multicast)
+            if reason:
+                skipped[name] = reason
+            else:
+                found.append(Contender(name, partial(self._multiply_and_sum, way), partial(self._check_sum, way)))
+        return found, skipped
+
+    def _multiply_and_sum(self, way: str) -> None:
+        torch.mm(self.factor, self.weight.t(), out=self._sum.buffer)
+        self.torch_out = self._sum.all_reduce(way, self._apart)
+
+    def _check_sum(self, way: str) -> None:
+        once = way == "multimem"  # the switch adds in fp32
+        expected = self.expected if once else self._step_by_step
+        assert_close(self.torch_out, expected, reduction=self.shape[2], what=f"rank {self.group.rank}")
+
+
+_TASKS: dict[str, type[DenseTask]] = {"ag_gemm": _Gather, "gemm_rs": _Scatter, "gemm_ar": _AllReduce}

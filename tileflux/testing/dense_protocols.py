@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from tileflux import CommConfig, GemmConfig, ag_gemm, gemm_ar, gemm_rs, moe_ag_gemm, moe_gemm_rs, route
-from tileflux.kernels import combine, dense, gemm_launch, scatter
+from tileflux.kernels import combine, dense, direct, gemm_launch, scatter
 from tileflux.ops.routing import Routing
 from tileflux.symm.group import Group
 from tileflux.testing.dense import DenseCase, Scales, ag_case, expected, gathered, ragged_sizes, reduction, rs_case
@@ -47,7 +47,7 @@ TALL = replace(TILES, block_m=512, num_chunks=2)
 """For shards of more than 256 rows, which is what a chunk holds at least; a tile is cut off at the end of its chunk."""
 
 
-FEW = replace(TILES, num_sms=3, num_feeders=1, span=2)
+FEW = replace(TILES, num_sms=3, num_feeders=1, span=2, alone=1)
 """For calls with several tiles to a program; those of two ranks are computed side by side."""
 
 
@@ -272,21 +272,27 @@ PROTOCOLS: dict[str, tuple[Call, ...]] = {
     "ag_gemm fused": _GATHER,
     "ag_gemm fused, chunks": _with(_GATHER[::2], rows=130, columns=16, ragged=True, config=TALL),
     "ag_gemm pipelined": _with(_GATHER, strategy="pipelined"),
+    "ag_gemm sequential": _with(_GATHER, strategy="sequential"),
     "moe_ag_gemm fused": _EXPERTS,
     "moe_ag_gemm pipelined": _with(_EXPERTS[1:], strategy="pipelined"),
+    "moe_ag_gemm sequential": _with(_EXPERTS[1:], strategy="sequential"),
     "moe_gemm_rs fused": _COMBINE,
+    "moe_gemm_rs sequential": _with(_COMBINE, strategy="sequential"),
     "moe_gemm_rs fused, summed apart": _with(_COMBINE, config=replace(APART, num_chunks=2)),
+    "moe_gemm_rs pipelined": _with(_COMBINE, strategy="pipelined"),
     "gemm_rs fused": _SCATTER,
     "gemm_rs fused, summed apart": _with(_SCATTER, config=APART),
     "gemm_rs pipelined": _with(_SCATTER, strategy="pipelined"),
+    "gemm_rs sequential": _with(_SCATTER, strategy="sequential"),
     "gemm_ar one_shot": _SPREAD,
+    "gemm_ar sequential": _with(_SPREAD, strategy="sequential"),
     "gemm_ar two_shot": (_TWO_SHOT[0], replace(_TWO_SHOT[1], strategy="pipelined"), _TWO_SHOT[2]),
     "many tiles": _MANY_TILES,
     "mixed": _MIXED,
 }
 """What is simulated, by name."""
 
-BY_COPIES = ("gemm_rs fused", "moe_gemm_rs fused")
+BY_COPIES = ("gemm_rs fused", "moe_gemm_rs fused", "moe_gemm_rs pipelined")
 """Those of them that can be simulated with what is sent going by the copy engine."""
 
 _ONE_OF_EACH_OP = {"many tiles": _MANY_TILES[:3], "mixed": (_MIXED[0], _MIXED[3], _MIXED[2])}
@@ -343,6 +349,7 @@ def simulate_protocol(
         simulated_streams() if by_copies else nullcontext(),
         mock.patch.object(dense, "sms_for", lambda group: TILES.num_sms),
         mock.patch.object(scatter, "sms_for", lambda group: TILES.num_sms),
+        mock.patch.object(direct, "sms_for", lambda group: TILES.num_sms),
         mock.patch.object(combine, "sms_for", lambda group: TILES.num_sms),
         mock.patch.object(gemm_launch, "fetches_tiles", lambda group, config, role: fetches),
     ):

@@ -117,10 +117,11 @@ class Ghosts:
                     stream_wait(here.flag(peer, 0), epoch + 1)
                 stream_write(here.ack(rank, peer), epoch + 1)
 
-    def scatter_slabs(self, here: Turn, partials: Sequence[Sequence[torch.Tensor]]) -> None:
+    def scatter_slabs(self, here: Turn, partials: Sequence[Sequence[torch.Tensor]], *, watch_staging: bool) -> None:
         """As ``scatter``, slab by slab: pinned ``[m, columns of the slab]`` by source and slab.
 
-        A ghost sends a slab when the real rank has staged the same one for the owner that it comes to at that step.
+        A ghost sends a slab when the real rank has staged, or sent, the same one for the owner that it comes to at that
+        step.
         """
         rank, world_size, plan = self.group.rank, self.group.world_size, here.plan
         epoch = self._next(plan.op)
@@ -130,7 +131,8 @@ class Ghosts:
                 for hop in range(world_size - 1):
                     owner, source = (rank + 1 + hop) % world_size, (rank - 1 - hop) % world_size
                     if plan.rows[owner]:
-                        stream_wait(here.staged(owner, index), epoch + 1)
+                        told = here.staged(owner, index) if watch_staging else here.flag(owner, index)
+                        stream_wait(told, epoch + 1)
                     slab = partials[source][index]
                     self._send(source, index, here.slab_at(rank, source, index, slab.dtype, num_columns), slab)
                     stream_write(here.flag(rank, index, source), epoch + 1)

@@ -13,7 +13,7 @@ import torch
 
 from tileflux import ops
 from tileflux.config import GemmConfig, GemmProblem
-from tileflux.kernels.shards import ShardPlan, combine_shards, gather_shards
+from tileflux.kernels.shards import ShardPlan, combine_shards, gather_shards, slab_shards
 from tileflux.kernels.turns import turn
 from tileflux.ops._dense import config_text
 from tileflux.ops.moe_gemm_rs import slab_tiles
@@ -210,9 +210,10 @@ class GhostMoeScatter(_WithExperts, GhostScatter):
 
     def play(self, strategy: str, config: GemmConfig, asked: dict[str, Any]) -> Callable[[], None]:
         block_m, n = self.routing.groups.block_m, self.shape[1]
-        tiles = slab_tiles(config, config_text(asked["config"]), block_m, self.problem())
+        tiles = slab_tiles(config, config_text(asked["config"]), block_m, self.problem(), strategy)
         capacity, itemsize = self.routing.capacity, self.dtype.itemsize
-        here = turn(self.group, combine_shards(self.op, self.rows, capacity, n, itemsize, tiles, by_copies=True))
+        plan_of = slab_shards if strategy == "pipelined" else combine_shards
+        here = turn(self.group, plan_of(self.op, self.rows, capacity, n, itemsize, tiles, by_copies=True))
         how = {name: value for name, value in asked.items() if name != "sizes"}  # the routing has them
         slabs = self.by_slab(here.plan)
 
@@ -220,7 +221,7 @@ class GhostMoeScatter(_WithExperts, GhostScatter):
             self.here, self.epoch = here, self.ghosts.num_calls(self.op)
             self.ghosts.start()
             ops.moe_gemm_rs(self.x, self.weight, self.routing, **how)
-            self.ghosts.scatter_slabs(here, slabs)
+            self.ghosts.scatter_slabs(here, slabs, watch_staging=strategy == "fused")
             self.ghosts.join()
 
         return call

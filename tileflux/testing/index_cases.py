@@ -97,6 +97,14 @@ def _choices(row: str, out: str, pointer: str, weighted: bool, aligned: bool) ->
     return _case(name, "choices", "choices", signature, constexprs, num_warps=4)
 
 
+def _slab_sums(element: str, aligned: bool, columns: int) -> CompileCase:
+    signature = {"index": "i64", "products": "i64", **dict.fromkeys(("width", "slab", "num_blocks"), "i32")}
+    tile = {"TOKENS": 2048 // columns, "COLUMNS": columns, "WIDTH": 8}
+    constexprs = {"TYPE": _type(element), "ALIGNED": aligned, "WORLD": 8, **tile}
+    name = f"sum choices of a slab, {element}{', aligned' if aligned else ''}"
+    return _case(name, "slabs", "slab_sums", {**signature, "table_ptr": "*i64"}, constexprs, num_warps=4)
+
+
 INDEX_CASES: tuple[CompileCase, ...] = (
     _pack("int64", "float32"),
     _pack("int32", "bfloat16"),
@@ -109,8 +117,9 @@ INDEX_CASES: tuple[CompileCase, ...] = (
     _cut("int32", 32),
     _cut("int64", 1024),
     _case(
-        "tiles of a stage", "lists", "stage",
-        {"index": "i64", "num_words": "i32", "max_tiles": "i32", "stage": "i32", "result_ptr": "*i32"}, {"BLOCK": 1024},
+        "tiles of some stages", "lists", "stages",
+        {"index": "i64", "num_words": "i32", "max_tiles": "i32", "begin": "i32", "end": "i32", "result_ptr": "*i32"},
+        {"BLOCK": 1024, "TILES": 64},
     ),
     _addresses(2, "int32", "bfloat16"),
     _addresses(8, "int64", "float32"),
@@ -123,4 +132,10 @@ INDEX_CASES: tuple[CompileCase, ...] = (
     ),
     _choices("bfloat16", "bfloat16", "*bf16", weighted=True, aligned=True),
     _choices("float32", "bfloat16", "*bf16", weighted=False, aligned=False),
+    _slab_sums("bfloat16", aligned=True, columns=512),
+    _slab_sums("float32", aligned=False, columns=32),
+    _case(
+        "tiles of spaced experts", "slabs", "spaced",
+        {"index": "i64", "num_words": "i32", "times": "i32", "spaced_ptr": "*i32"}, {"BLOCK": 1024}, num_warps=4,
+    ),
 )  # fmt: skip

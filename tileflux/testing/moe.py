@@ -209,7 +209,9 @@ def moe_rs_case(
 ) -> MoeCase:
     """For ``moe_gemm_rs``: rows of the width of a rank's part of an expert. ``how``: dtypes as of ``moe_ag_case``."""
     width, num_slots = ffn // routing.tp_size, sum(routing.sizes) * routing.top_k
-    shape, results = (num_slots, routing.num_experts * hidden, ffn), [(size, hidden) for size in routing.sizes]
+    shape = (num_slots, routing.num_experts * hidden, ffn)
+    # Two choices of one expert with a row of one number each all but cancel in all columns at once, or in none.
+    results = [(size, min(hidden, width)) for size in routing.sizes]
     drawn = _drawn(shape, results, dtype, seed, scales="channel" if scales == "expert" else scales, **how)
     xs, weights, scales_x, scales_weight = [], [], [], []
     for rank in range(routing.world_size):

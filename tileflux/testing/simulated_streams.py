@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from tileflux.kernels import combine, dense, scatter, steps, turns
+from tileflux.kernels import combine, dense, scatter, slabs, steps, turns
 from tileflux.kernels.turns import Turn
 from tileflux.symm.group import Group
 from tileflux.symm.host_signal import HostWords
@@ -97,9 +97,11 @@ def simulated_streams() -> Iterator[None]:
         (turns, "write_flag", _queued_flag),
         (dense, "beside", _beside),
         (scatter, "beside", _beside),
+        (combine, "beside", _beside),
         (Group, "synchronize", _synchronize),
         (Turn, "__init__", _sharing(Turn.__init__)),
         *((steps, name, _queued(getattr(steps, name))) for name in _STEPS),
+        *((slabs, name, _queued(getattr(slabs, name))) for name in ("launch_spaced", "launch_sums")),
     ]
     for module in (dense, scatter, combine):
         names: dict[str, Any] = {

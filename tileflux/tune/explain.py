@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from tileflux.config import GemmConfig, GemmProblem
+from tileflux.config import SWAPPED_BYTES, GemmConfig, GemmProblem
 from tileflux.symm.group import Group
-from tileflux.tune.lookup import Choice, grouped_tiles, lookup, problem_for, rows_of_tiles
+from tileflux.tune.lookup import Choice, grouped_tiles, lookup, problem_for, rows_of_tiles, usual_slabs
 
 __all__ = ["Explanation", "explain"]
 
 OPS = ("ag_gemm", "gemm_ar", "gemm_rs", "moe_ag_gemm", "moe_gemm_rs")
 _WITH_EXPERTS = ("moe_ag_gemm", "moe_gemm_rs")
-_NUM_SLABS = 4  # as moe_gemm_rs cuts columns
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,8 @@ def explain(
         config = _grouped(problem, choice, rows_of_tiles(m * top_k, num_experts, group.device))
     itemsize = (out_dtype or (dtype if dtype.itemsize > 1 else torch.bfloat16)).itemsize
     nbytes = _symmetric_bytes(op, choice.strategy, choice.algorithm, (m, n, k), group.world_size, dtype, itemsize)
+    if choice.strategy == "sequential" and group.device.type == "cuda" and group.traits.copies_need_sms:
+        nbytes = _direct_bytes(op, choice.algorithm, (m, n, k), group.world_size, dtype, itemsize)
     if op == "moe_gemm_rs" and group.device.type == "cuda" and not group.traits.copies_need_sms:
         nbytes //= 2  # what copies send they take from memory of the rank's own, and slots are there once
     return Explanation(op, choice.strategy, choice.algorithm, choice.reason, config, nbytes)
@@ -85,7 +86,22 @@ def _check_experts(op: str, num_experts: int | None, top_k: int | None) -> None:
 
 def _grouped(problem: GemmProblem, choice: Choice, block_m: int) -> GemmConfig:
     config = grouped_tiles(problem, choice.config, block_m)
-    return dataclasses.replace(config, num_chunks=_NUM_SLABS) if problem.op == "moe_gemm_rs" else config
+    if problem.op != "moe_gemm_rs":
+        return config
+    return dataclasses.replace(config, num_chunks=usual_slabs(problem, choice.strategy, config.block_n))
+
+
+def _direct_bytes(
+    op: str, algorithm: str, shape: tuple[int, int, int], world_size: int, dtype: torch.dtype, itemsize: int
+) -> int:
+    """Of the sequential strategy where SMs copy (``kernels/direct.py``)."""
+    m, n, k = shape
+    if world_size == 1 or algorithm == "two_shot":
+        return 0
+    if op in ("ag_gemm", "moe_ag_gemm"):
+        return m * k * dtype.itemsize
+    few = op == "gemm_ar" and m * n * itemsize <= SWAPPED_BYTES
+    return (2 * world_size if few else 1) * m * n * itemsize
 
 
 def _symmetric_bytes(

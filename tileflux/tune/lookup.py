@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,6 +35,8 @@ __all__ = [
     "problem_for",
     "rows_of_tiles",
     "rule",
+    "stage_span",
+    "usual_slabs",
 ]
 
 HEAVY = ("gelu", "swiglu")
@@ -41,16 +45,16 @@ STRATEGIES = ("auto", *store.STRATEGIES)
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 
 _ONE_SHOT_BYTES = 512 * 1024  # what one rank may take in at once before two steps, with fewer bytes, are quicker
+_ONE_SHOT_BYTES_SHARED = 64 * 1024 * 1024  # where what peers have is read at the speed of memory
 _GATHERS = ("ag_gemm", "moe_ag_gemm")
 _SCATTERS = ("gemm_rs", "gemm_ar", "moe_gemm_rs")
 _SHARDED = ("ag_gemm", "gemm_rs", "gemm_ar")
 _SPAN_ROWS = 256
-_FEW_ROWS_SHARING = 256
-_SHORT_S, _LONG_S = 0.5e-3, 3e-3
+_ROWS_ENOUGH = 1024  # for one pass through the weight
 _num_readings = 0
 _TILE_SPEEDS = {(128, 256): 1.0, (128, 128): 0.94, (64, 128): 0.8}
 """How quickly an SM multiplies with them, docs/measured.md; in the order in which they are preferred."""
-_FLOPS_PER_SM = 5.3e12  # in 16 bits, on Hopper
+_FLOPS_PER_SM = 6e12  # in 16 bits, on Hopper
 _LINK_BYTES_PER_S = {"network": 45e9, "PCIe": 50e9, "NVLink": 400e9}  # of a GPU, in one direction
 _FAST = 2e12  # within a GPU
 _LINKS = ("network", "PCIe", "NVLink", "same GPU", "shared memory", "same process")  # from slow to quick
@@ -115,7 +119,7 @@ def rule(problem: GemmProblem) -> Choice:
     if problem.op == "gemm_ar":
         itemsize = max(2, ITEMSIZE[problem.dtype])  # of the result, as long as nobody asks for another type
         incoming = problem.m * problem.n * itemsize * (problem.world_size - 1)
-        small = incoming <= _ONE_SHOT_BYTES or problem.world_size <= 2
+        small = incoming <= (_ONE_SHOT_BYTES_SHARED if shared else _ONE_SHOT_BYTES) or problem.world_size <= 2
         algorithm = "one_shot" if small else "two_shot"
         if small and incoming and not shared:
             strategy = "fused"
@@ -170,6 +174,28 @@ def grouped_tiles(problem: GemmProblem, usual: GemmConfig, block_m: int) -> Gemm
     )  # fmt: skip
 
 
+def usual_slabs(problem: GemmProblem, strategy: str, block_n: int) -> int:
+    """Slabs that ``moe_gemm_rs`` cuts columns into: pipelined, each is a launch of its own, two tiles wide or more.
+
+    Within a GPU eight; between GPUs every owner's part of a slab is a copy, and there is a gap behind each.
+    """
+    most = 8 if problem.link == "same GPU" else 4
+    return max(1, min(most, problem.n // (2 * block_n))) if problem.arch and strategy == "pipelined" else 4
+
+
+def stage_span(problem: GemmProblem, num_rows: int, num_experts: int) -> int:
+    """Ranks whose tokens go through the experts' weights together, of ``moe_ag_gemm`` pipelined: as ``_bands``.
+
+    ``num_rows`` that this rank's ``num_experts`` have among them.
+    """
+    if not problem.arch or problem.world_size < 3 or _is_empty(problem) or not num_rows:
+        return 1
+    if _comm_over_gemm(problem) * problem.m > num_rows:
+        return 1  # tokens take longer than their product: used as they come
+    each = max(1, num_rows // (num_experts * problem.world_size))
+    return max(1, min(problem.world_size - 1, -(-_SPAN_ROWS // each)))
+
+
 @functools.cache
 def _gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
@@ -201,6 +227,13 @@ def _strategy(problem: GemmProblem) -> tuple[str, str]:
         return "sequential", "there is nothing to multiply"
     if problem.arch and problem.rows_per_rank < 128:
         return "sequential", f"{problem.rows_per_rank} rows per rank are less than one tile of 128: nothing to overlap"
+    if problem.op == "moe_gemm_rs" and problem.arch:
+        return (
+            "pipelined",
+            "sums of tokens' choices by a kernel of their own keep up with what is sent, fused ones not",
+        )
+    if problem.op == "moe_ag_gemm" and problem.arch:
+        return "pipelined", "tiles of ranks whose tokens have come read the experts' weights together"
     how = "can start while other rows are" if problem.op in _GATHERS else "leave, finished, while others are"
     what = "still on their way" if problem.op in _GATHERS else "still multiplied"
     return "fused", f"{problem.rows_per_rank} rows per rank: tiles {how} {what}"
@@ -214,12 +247,6 @@ def _sharing_strategy(problem: GemmProblem) -> tuple[str, str]:
     usual = _strategy(problem)
     if usual[0] == "sequential" or problem.op not in _SHARDED:
         return usual
-    product_s = _product_s(problem)
-    if problem.rows_per_rank > _FEW_ROWS_SHARING:
-        if problem.op == "ag_gemm" and product_s > _SHORT_S:
-            return usual
-        if problem.op == "gemm_rs" and product_s > _LONG_S:
-            return "pipelined", f"ranks share a GPU, and a product of some {product_s * 1e3:.0f} ms hides what is sent"
     return "sequential", "ranks share a GPU, and copies within it take less time than a product loses beside them"
 
 
@@ -241,7 +268,7 @@ def _tiles(problem: GemmProblem) -> GemmConfig:
     num_warps = 8 if block_m == 128 else 4
     num_stages = 4 if itemsize == 2 and not problem.is_heavy else 3
     return GemmConfig(
-        block_m, 128, block_k, num_warps=num_warps, num_stages=num_stages, num_feeders=feeders, span=_span(problem)
+        block_m, 128, block_k, num_warps=num_warps, num_stages=num_stages, num_feeders=feeders, **_bands(problem)
     )
 
 
@@ -252,20 +279,30 @@ def _large_tiles(problem: GemmProblem, block_k: int, num_feeders: int) -> GemmCo
     return GemmConfig(
         block_m, block_n, block_k,
         group_m=16 if hopper else 8, num_warps=4 if (block_m, block_n) == (64, 128) else 8, num_stages=4,
-        num_feeders=num_feeders, span=_span(problem), hopper=hopper,
+        num_feeders=num_feeders, hopper=hopper, **_bands(problem),
     )  # fmt: skip
 
 
-def _span(problem: GemmProblem) -> int:
-    """Chunks that go through the weight together: so many that it is read for ``_SPAN_ROWS`` rows at once, or about.
+def _bands(problem: GemmProblem) -> dict[str, Any]:
+    """Chunks that go through the weight together, and how many go alone before (``lang/schedule.py``).
 
-    Where an all-gather is longer than its product the memory has time enough, and rows should be used as they come.
+    Few rows: so many chunks that the weight is read for ``_SPAN_ROWS`` at once, or about. Else two, as soon as the
+    second has come when the product comes to the first: rows that come in less time than they are multiplied are ever
+    further ahead. Sums depart the other way round. Where communication is longer than the product the memory has time
+    enough, and rows should be used, or leave, as they come.
     """
-    if problem.world_size < 3 or _is_empty(problem) or problem.op not in _SHARDED:
-        return 1
-    if problem.op in _GATHERS and _comm_over_gemm(problem) > 1:
-        return 1
-    return max(1, min(problem.world_size - 1, _SPAN_ROWS // max(1, problem.rows_per_rank)))
+    peers, comm = problem.world_size - 1, _comm_over_gemm(problem)
+    if peers < 2 or _is_empty(problem) or problem.op not in _SHARDED or comm > 1:
+        return {"span": 1, "alone": 0}
+    span = min(peers, _SPAN_ROWS // max(1, problem.rows_per_rank))
+    if span > 1:
+        return {"span": span, "alone": min(1, peers - span)}
+    coming = comm * problem.world_size / peers  # of one chunk, in times of its product
+    # When 1 + alone chunks are multiplied, alone + 2 must have come.
+    alone = math.ceil(max(0.0, 2 * coming - 1) / (1 - coming)) if coming < 1 else peers
+    if problem.link == "same GPU" or problem.rows_per_rank >= _ROWS_ENOUGH or alone + 2 > peers:
+        return {"span": 1, "alone": 0}
+    return {"span": 2, "alone": alone}
 
 
 def _large_tile(problem: GemmProblem) -> tuple[int, int]:
@@ -289,11 +326,14 @@ def _large_tile(problem: GemmProblem) -> tuple[int, int]:
 
 
 def _comm_over_gemm(problem: GemmProblem) -> float:
-    """How long gathering takes, in times of the product. A rough estimate."""
+    """How long gathering, or sending off, takes, in times of the product. A rough estimate."""
     if 0 in (problem.m, problem.n, problem.k):
         return 0.0
-    gathered = problem.m * problem.k * ITEMSIZE[problem.dtype] * (1 - 1 / problem.world_size)
-    return gathered / _LINK_BYTES_PER_S.get(problem.link, _FAST) / _product_s(problem)
+    row_bytes = problem.k * ITEMSIZE[problem.dtype]
+    if problem.op in _SCATTERS:
+        row_bytes = problem.n * max(2, ITEMSIZE[problem.dtype])
+    moved = problem.m * row_bytes * (1 - 1 / problem.world_size)
+    return moved / _LINK_BYTES_PER_S.get(problem.link, _FAST) / _product_s(problem)
 
 
 def _product_s(problem: GemmProblem) -> float:
