@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,7 +41,12 @@ class World:
             monkeypatch.setattr(module, "launch_gemm", counted)
         monkeypatch.setattr(scatter, "sms_for", lambda group: 12)
         for name in ("launch_open", "launch_sum", "launch_await_everyone", "launch_release"):
-            monkeypatch.setattr(steps, name, lambda *given, name=name: self.queued.append(name))
+            monkeypatch.setattr(steps, name, lambda *given, name=name: self.note(name))
+
+    def note(self, name: str) -> Callable[..., None]:
+        """Something was queued; returns what queues it again."""
+        self.queued.append(name)
+        return lambda *given: self.queued.append(name)
 
     def call(self, op: str, dtype: torch.dtype = torch.bfloat16, **given: Any) -> Any:
         """With fresh tensors, unless they are given."""

@@ -56,11 +56,11 @@ def stand_in_for_gemm(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def plain(launch: tuple[Any, ...]) -> list[object]:
-    """A launch as numbers: descriptors are the addresses and sizes that the launcher takes from them."""
+    """A launch as numbers: tensors are addresses, descriptors those and the sizes that the launcher takes from them."""
     return [
         (part.base.data_ptr(), [*part.shape], [*part.strides], part.padding)
         if hasattr(part, "padding")
-        else (part.data_ptr(), *part.shape)
+        else part.data_ptr()
         if isinstance(part, torch.Tensor)
         else part
         for part in launch

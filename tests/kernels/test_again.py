@@ -21,18 +21,18 @@ from tileflux import GemmConfig
 from tileflux.errors import GroupBroken, GroupClosed
 from tileflux.kernels import again, dense, direct, gemm_launch, library, loading, prepared, scatter, steps, turns
 from tileflux.kernels.recording import recording
-from tileflux.ops import ag_gemm, gemm, gemm_rs
+from tileflux.ops import ag_gemm, gemm, gemm_ar, gemm_rs
 
 from .again_world import K, M, N, World, make
 from .stand_in import stand_in_for_gemm
 
-OPS = ("gemm", "ag_gemm", "gemm_rs")
+OPS = ("gemm", "ag_gemm", "gemm_rs", "gemm_ar")
 APART = GemmConfig(block_m=16, block_n=32, block_k=32, sums_apart=True)
 
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    for op in (ag_gemm, gemm, gemm_rs):
+    for op in (ag_gemm, gemm, gemm_ar, gemm_rs):
         module = __import__(op.__module__, fromlist=["_known"])
         monkeypatch.setattr(module, "_known", prepared.Kept())
     made = World(stand_in_for_gemm(monkeypatch), monkeypatch)
@@ -43,7 +43,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 def shape_of(op: str) -> tuple[int, int]:
     """Of rank 0's result."""
-    return {"gemm": (M, N), "ag_gemm": (2 * M, N), "gemm_rs": (M // 2, N)}[op]
+    return {"gemm": (M, N), "ag_gemm": (2 * M, N), "gemm_rs": (M // 2, N), "gemm_ar": (M, N)}[op]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -278,7 +278,7 @@ def test_sums_apart_are_opened_before_and_summed_after(world: World) -> None:
     assert world.queued == ["launch_open", "gemm", "launch_await_everyone", "launch_sum"]
 
 
-@pytest.mark.parametrize("op", OPS[1:])
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
 def test_what_copies_send_is_sent_again(world: World, op: str) -> None:
     """The same steps around the launch, in the same order, with the tensors of the call."""
     for module in (dense, scatter):
@@ -331,7 +331,7 @@ def test_calls_of_several_launches_go_the_long_way(world: World) -> None:
     assert world.is_short("ag_gemm")
 
 
-@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "gemm_ar"])
 def test_a_product_of_the_librarys_is_made_again_with_the_steps_around_it(world: World, op: str) -> None:
     """In the place of what other ranks bring, what the turn's memory holds."""
     long_ways: list[str] = []
@@ -341,7 +341,7 @@ def test_a_product_of_the_librarys_is_made_again_with_the_steps_around_it(world:
     world.patch.setattr(library, "uses_torch", lambda operands: True)
     world.patch.setattr(direct, "sms_for", lambda group: 12)
     for module in (direct, steps):
-        world.patch.setattr(module, "launch_step", lambda kernel, *given: world.queued.append(kernel.fn.__name__))
+        world.patch.setattr(module, "launch_step", lambda kernel, *given: world.note(kernel.fn.__name__))
     queues = []
     for number in range(4):
         x, weight = torch.randn(M, K), torch.randn(N, K)
@@ -355,12 +355,14 @@ def test_a_product_of_the_librarys_is_made_again_with_the_steps_around_it(world:
         if here is not None and op == "ag_gemm":
             assert torch.equal(out, here.gathered(torch.float32, K) @ weight.t())
         elif here is not None:
-            assert torch.equal(here.gathered(torch.float32, N), x @ weight.t())
+            partial = here.own_rows if op == "gemm_ar" else here.gathered
+            assert torch.equal(partial(torch.float32, N), x @ weight.t())
     assert len(set(queues)) == 1
     assert (
         queues[0]
         == {
             "ag_gemm": ("launch_open", "_feed_all_kernel", "_await_rows_kernel", "launch_release"),
             "gemm_rs": ("launch_open", "_meet_kernel", "_pull_kernel"),
+            "gemm_ar": ("_swap_kernel",),
         }[op]
     )

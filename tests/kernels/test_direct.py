@@ -30,7 +30,7 @@ def _gather(group: Group, rows: tuple[int, ...], depth: int, scaled: bool, seed:
         xs = [torch.randn(count, depth, generator=generator).to(torch.bfloat16) for count in rows]
         scales = [torch.rand(count, generator=generator) for count in rows]
         scale = scales[group.rank] if scaled else None
-        here = direct.gather(group, "ag_gemm", xs[group.rank], scale, rows)
+        here, _ = direct.gather(group, "ag_gemm", xs[group.rank], scale, rows)
         assert torch.equal(here.gathered(torch.bfloat16, depth), torch.cat(xs)), "one's own rows are among them"
         assert not scaled or torch.equal(here.gathered_scales(), torch.cat(scales))
         steps.launch_release(here, group.world_size)
@@ -86,14 +86,16 @@ def _swap(group: Group, size: int, dtype: torch.dtype, shift: int, seed: int) ->
     for call in range(4):
         generator = torch.Generator().manual_seed(seed + call)
         partials = torch.randn(group.world_size, size, generator=generator).to(dtype)
-        mine, room = torch.empty(size + shift, dtype=dtype)[shift:], poisoned((size + shift + 2,), dtype)
+        room = poisoned((size + shift + 2,), dtype)
+        given = (room[shift + 1 : -1] if shift else room[:-2]).view(1, size)
+        here = direct.swap_turn(group, "gemm_ar", given)
+        mine = here.own_rows(dtype, size)
         mine.copy_(partials[group.rank])
         total = torch.zeros(size)
         for partial in partials:
             total += partial.float()
-        direct.swap(group, "gemm_ar", mine, room[shift + 1 : -1] if shift else room[:-2])
-        given = room[shift + 1 : -1] if shift else room[:-2]
-        assert torch.equal(given, total.to(dtype))
+        direct.swap(group, here, given)
+        assert torch.equal(given, total.to(dtype).view(1, size))
         assert room.isnan().sum() == shift + 2, "wrote beside the result"
 
 

@@ -22,7 +22,7 @@ from tileflux import GemmConfig
 from tileflux.kernels import gemm_hopper_launch, gemm_launch, prepared
 from tileflux.kernels.gemm_launch import launch_gemm
 from tileflux.kernels.operands import Operands, Role
-from tileflux.kernels.prepared import Kept, Launcher, Tile, Tiles, launch_step
+from tileflux.kernels.prepared import OUT, SCALE_X, Kept, Launcher, Tile, Tiles, X, launch_step
 from tileflux.kernels.recording import recording
 from tileflux.kernels.roles import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
 from tileflux.kernels.shards import gather_shards, scatter_shards, spread_shards
@@ -56,6 +56,36 @@ def test_a_step_asks_triton_once_for_each_set_of_constants(kernel: Kernel) -> No
     assert kernel.through_triton == [(0, 0, 5, table, 2, True), (9, 0, 6, table, 4, True)]
     expected = [(1, 1, 5, table, 2, True), (9, 1, 6, table, 4, True), (2, 2, 5, table, 2, True)]
     assert kernel.past_it == [*expected, (9, 2, 6, table, 4, True)]
+
+
+def test_a_step_is_repeated_with_where_tensors_are_now(kernel: Kernel) -> None:
+    """Whether Triton was asked for it, or not; and what repeats it holds none of them, nor the table."""
+    table = torch.zeros(3, dtype=torch.int64)
+    x, scale_x, out = (torch.zeros(2) for _ in range(3))
+    moving = ((0, X), (1, SCALE_X), (3, OUT))
+    arguments = (x.data_ptr(), scale_x.data_ptr(), 7, out.data_ptr(), table)
+    repeats = [launch_step(kernel, 5, arguments, (2, True), 4, moving) for _ in range(2)]
+    fixed = launch_step(kernel, 1, (8, table), (2, True), 4, ())
+    assert launch_step(kernel, 1, (8, table), (2, True), 4) is None, "nobody has asked for what repeats it"
+    kernel.past_it.clear()
+    others = [torch.zeros(2) for _ in range(3)]
+    for repeat in (*repeats, fixed):
+        assert repeat is not None
+        repeat(None, None, *others)
+    first = (5, others[0].data_ptr(), others[1].data_ptr(), 7, others[2].data_ptr(), table.data_ptr(), 2, True)
+    assert kernel.past_it == [first, first, (1, 8, table.data_ptr(), 2, True)]
+    assert repeats[0] is not None
+    repeats[0](None, None, x, None, out)
+    assert kernel.past_it[-1][1:5] == (x.data_ptr(), 0, 7, out.data_ptr())
+    assert not any(part is table for part in repeats[0]._fixed)
+
+
+def test_a_step_that_passes_through_triton_is_not_repeated(kernel: Kernel) -> None:
+    table = torch.zeros(3, dtype=torch.int64)
+    kernel.pre_run_hooks.append(print)
+    assert launch_step(kernel, 1, (table,), (2, True, 3), 4, ()) is None
+    kernel.pre_run_hooks.clear()
+    assert launch_step(kernel, 1, (table,), (2, True, 3), 4, ()) is not None
 
 
 def test_triton_launches_while_somebody_listens_or_its_launcher_is_unknown(

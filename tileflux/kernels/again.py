@@ -25,11 +25,10 @@ __all__ = ["Again", "Launched", "make_again"]
 
 _ALIGNED = 16  # bytes: what TMA and the widest accesses want; launches of anything else are not kept here
 
-Step = Callable[[Group, Turn, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
-"""What is queued before or after the GEMM, given x, the scales of its rows, and out."""
+Step = Callable[[Any, Any, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
+"""What is queued before or after the GEMM, given the group, the turn, x, the scales of its rows, and out."""
 
-
-Product = Callable[[Turn, torch.Tensor, torch.Tensor, torch.Tensor], object]
+Product = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], object]
 """The library's GEMM, given the turn, x, the weight and out; one of the last three is in the turn's memory instead."""
 
 
@@ -38,8 +37,9 @@ class Launched(NamedTuple):
 
     gemm: PreparedGemm | None
     turn: Turn | None = None
-    before: Step | None = None
-    after: Step | None = None
+    before: Sequence[Step | None] = ()
+    """In the order in which they are queued; None for one that cannot be repeated."""
+    after: Sequence[Step | None] = ()
     product: Product | None = None
 
 
@@ -51,7 +51,9 @@ def make_again(
     ``given`` is what the caller passed for x, the weight, the bias and the scales: it must have come to the kernel as
     it is. Whether it does depends on its types, shapes and strides.
     """
-    if launched is None or (operands.x.data_ptr() | operands.weight.data_ptr() | operands.out.data_ptr()) % _ALIGNED:
+    if launched is None or None in (*launched.before, *launched.after):
+        return None
+    if (operands.x.data_ptr() | operands.weight.data_ptr() | operands.out.data_ptr()) % _ALIGNED:
         return None
     used = (operands.x, operands.weight, operands.bias, operands.scale_x, operands.scale_weight)
     for mine, theirs in zip(used, given, strict=True):
@@ -65,13 +67,14 @@ class Again:
 
     __slots__ = (
         "_adds_bias",
+        "_after",
+        "_before",
         "_device",
         "_gemm",
         "_index",
         "_launching",
         "_precision",
         "_product",
-        "_steps",
         "_turn",
         "dtype",
         "shape",
@@ -80,7 +83,7 @@ class Again:
     def __init__(self, launched: Launched, group: Group | None, operands: Operands) -> None:
         self._gemm, self._product, here = launched.gemm, launched.product, launched.turn
         self._turn = None if here is None else weakref.ref(here)
-        self._steps = (launched.before, launched.after)
+        self._before, self._after = _all_of(launched.before), _all_of(launched.after)
         self._launching = launching(group)
         self._device, self._adds_bias = operands.x.device, operands.adds_bias
         self._index = self._device.index if self._device.type == "cuda" else None
@@ -107,20 +110,24 @@ class Again:
         """Queue it all, right after it was found to fit. ``tensors`` are x, the weight, the bias and both scales."""
         x, weight, bias, scale_x, scale_weight = tensors
         here = None if self._turn is None else self._turn()
-        before, after = self._steps
-        if before is not None and here is not None and group is not None:
-            before(group, here, x, scale_x, out)
-        if self._gemm is not None:
-            at = (
-                x.data_ptr(), weight.data_ptr(), out.data_ptr(), address(bias) if self._adds_bias else 0,
-                address(scale_x), address(scale_weight), 0,
-            )  # fmt: skip
-            with self._launching:
-                self._gemm.launch(at, table_of(here, self._device))
-        elif self._product is not None and here is not None:
-            self._product(here, x, weight, out)
-        if after is not None and here is not None and group is not None:
-            after(group, here, x, scale_x, out)
+        with self._launching:
+            for step in self._before:
+                step(group, here, x, scale_x, out)
+            if self._product is not None:
+                self._product(here, x, weight, out)
+            elif self._gemm is not None:
+                bias_at = address(bias) if self._adds_bias else 0
+                at = (
+                    x.data_ptr(), weight.data_ptr(), out.data_ptr(), bias_at,
+                    address(scale_x), address(scale_weight), 0,
+                )  # fmt: skip
+                self._gemm.launch(at, table_of(here, self._device).data_ptr())
+            for step in self._after:
+                step(group, here, x, scale_x, out)
+
+
+def _all_of(steps: Sequence[Step | None]) -> tuple[Step, ...]:
+    return tuple(step for step in steps if step is not None)
 
 
 def _precision() -> str:

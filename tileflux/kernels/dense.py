@@ -89,7 +89,7 @@ def run_gather(
             _release(group, here)
         if launch is None or len(parts) > 1 or gathered is not None:
             return None
-        return Launched(launch, here, *((_feed_by_copies, _join) if by_copies else ()))
+        return Launched(launch, here, *(((_feed_by_copies,), (_join,)) if by_copies else ()))
     elif is_grouped:
         _multiply_by_stage(group, parts, config, here, gathered)
     else:
@@ -161,17 +161,17 @@ def _gather_then_multiply(
         multiply(group, part, config, load_only=True)
     everything = x
     if copies_by_sms(group):
-        here = direct.gather(group, op, x, scale_x, rows)
+        here, before = direct.gather(group, op, x, scale_x, rows)
         everything = here.gathered(x.dtype, x.shape[1])
         scales = None if scale_x is None else here.gathered_scales()
         for part in _by_row(parts, group.world_size):
             multiply(group, dataclasses.replace(part, x=everything, scale_x=scales), config)
         if gathered is not None:
             gathered.copy_(everything)
-        _release_turn(group, here)
+        after = (steps.launch_release(here, group.world_size),)
         if len(parts) > 1 or gathered is not None or not is_plain_product(group, parts[0]):
             return None
-        return Launched(None, here, direct.bring, _release_turn, _multiply_gathered)
+        return Launched(None, here, before, after, _multiply_gathered)
     if group.world_size > 1:
         everything = x.new_empty((sum(rows), x.shape[1])) if gathered is None else gathered
         gather_rows(group, op, x, everything, rows)
@@ -194,10 +194,6 @@ def is_plain_product(group: Group, operands: Operands) -> bool:
 
 def _multiply_gathered(here: Turn, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     torch.mm(here.gathered(x.dtype, x.shape[1]), weight.t(), out=out)
-
-
-def _release_turn(group: Group, here: Turn, *_: object) -> None:
-    steps.launch_release(here, group.world_size)
 
 
 def _by_row(parts: Sequence[Operands], num_stages: int) -> list[Operands]:

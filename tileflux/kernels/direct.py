@@ -25,7 +25,7 @@ from tileflux.kernels import steps
 from tileflux.kernels.gemm_shared import sms_for
 from tileflux.kernels.loading import launching, load_once
 from tileflux.kernels.operands import ELEMENTS
-from tileflux.kernels.prepared import launch_step
+from tileflux.kernels.prepared import OUT, Repeat, launch_step
 from tileflux.kernels.shards import gather_shards, pull_shards, swap_shards
 from tileflux.kernels.steps import add_up, await_everyone
 from tileflux.kernels.turns import Turn, turn
@@ -47,30 +47,31 @@ from tileflux.lang.turn import (
 )
 from tileflux.symm.group import Group
 
-__all__ = ["bring", "gather", "open_pull", "pull", "pull_turn", "swap"]
+__all__ = ["Steps", "gather", "open_pull", "pull", "pull_turn", "swap", "swap_turn"]
 
 _BLOCK = 2048
 _NUM_WARPS = 8
 _SWAP_BLOCK = 512
 _SWAP_WARPS = 4
+Steps = tuple[Repeat | None, ...]
+"""What repeats launches, of each that can be."""
+
 _SWAP_PROGRAMS = 128  # of all ranks together: fewer than there are SMs, so that who comes late finds room beside them
 
 
-def gather(group: Group, op: str, x: torch.Tensor, scale_x: torch.Tensor | None, rows: tuple[int, ...]) -> Turn:
+def gather(
+    group: Group, op: str, x: torch.Tensor, scale_x: torch.Tensor | None, rows: tuple[int, ...]
+) -> tuple[Turn, Steps]:
     """All ranks' rows into ``Turn.gathered``, one's own among them, and their scales; the caller releases the turn."""
     row_bytes, scaled, world_size = x.shape[1] * x.element_size(), scale_x is not None, group.world_size
     here = turn(group, gather_shards(op, rows, row_bytes, scaled, 1))
     load = functools.partial(_load_gather, here, scaled, world_size)
     load_once(group.device, ("gather directly", world_size, scaled), load, group)
-    bring(group, here, x, scale_x)
-    return here
-
-
-def bring(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, *_: object) -> None:
-    """What ``gather`` queues."""
-    steps.launch_open(here, group.world_size)
-    steps.launch_feed(here, x, scale_x, 2 * sms_for(group), group.world_size, _feed_all_kernel)
-    steps.launch_alone(_await_rows_kernel, here, group.world_size)
+    return here, (
+        steps.launch_open(here, world_size),
+        steps.launch_feed(here, x, scale_x, 2 * sms_for(group), world_size, _feed_all_kernel),
+        steps.launch_alone(_await_rows_kernel, here, world_size),
+    )
 
 
 def pull_turn(group: Group, op: str, rows: tuple[int, ...], num_columns: int, dtype: torch.dtype) -> Turn:
@@ -79,39 +80,50 @@ def pull_turn(group: Group, op: str, rows: tuple[int, ...], num_columns: int, dt
     return turn(group, pull_shards(f"{op}, sequential", rows, num_columns * dtype.itemsize))
 
 
-def open_pull(group: Group, here: Turn, dtype: torch.dtype) -> None:
+def open_pull(group: Group, here: Turn, dtype: torch.dtype) -> Steps:
     """Wait until that room is free."""
     world_size = group.world_size
     load = functools.partial(_load_pull, here, dtype, world_size)
     load_once(group.device, ("pull", world_size, dtype), load, group)
-    steps.launch_open(here, world_size)
+    return (steps.launch_open(here, world_size),)
 
 
-def pull(group: Group, here: Turn, out: torch.Tensor, first_row: int) -> None:
+def pull(group: Group, here: Turn, out: torch.Tensor, first_row: int) -> Steps:
     """When all ranks have their partial sums, add up those of the rows from ``first_row`` on; ends the call."""
-    steps.launch_alone(_meet_kernel, here, group.world_size)
+    meet = steps.launch_alone(_meet_kernel, here, group.world_size)
     if out.numel():
-        _launch_pull(here, out, first_row, 2 * sms_for(group), group.world_size)
-    else:
-        steps.launch_release(here, group.world_size)
+        return meet, _launch_pull(here, out, first_row, 2 * sms_for(group), group.world_size)
+    return meet, steps.launch_release(here, group.world_size)
 
 
-def swap(group: Group, op: str, partial: torch.Tensor, out: torch.Tensor) -> None:
-    """All ranks' ``partial``, which has few bytes, added up into ``out`` on every rank."""
-    # The same on all ranks, whatever share of a GPU each has.
-    num_programs = max(1, min(_SWAP_PROGRAMS // group.world_size, out.numel() // _SWAP_BLOCK))
+def swap_turn(group: Group, op: str, out: torch.Tensor) -> Turn:
+    """Whose ``own_rows`` have room for the partial sums of ``out``, which has few bytes."""
+    num_programs = _num_swappers(group, out)
     here = turn(group, swap_shards(f"{op}, swapped", group.world_size, out.nbytes, num_programs))
+    load = functools.partial(_load_swap, here, out.dtype)
+    load_once(group.device, ("swap", group.world_size, out.dtype), load, group)
+    return here
+
+
+def swap(group: Group, here: Turn, out: torch.Tensor) -> Steps:
+    """All ranks' ``own_rows``, added up into ``out`` on every rank."""
+    partial = here.own_rows(out.dtype, out.shape[1])
     aligned = (partial.data_ptr() | out.data_ptr()) % 16 == 0
     arguments = (partial.data_ptr(), out.data_ptr(), out.numel(), here.table)
-    load_once(
-        group.device, ("swap", group.world_size, out.dtype), functools.partial(_load_swap, here, out.dtype), group
-    )
     with launching(group):
-        _launch_swap(num_programs, arguments, out.dtype, aligned, group.world_size)
+        return (_launch_swap(_num_swappers(group, out), arguments, out.dtype, aligned, group.world_size),)
 
 
-def _launch_swap(count: int, arguments: tuple[Any, ...], dtype: torch.dtype, aligned: bool, world_size: int) -> None:
-    launch_step(_swap_kernel, count, arguments, (ELEMENTS[dtype], aligned, world_size, _SWAP_BLOCK), _SWAP_WARPS)
+def _num_swappers(group: Group, out: torch.Tensor) -> int:
+    # The same on all ranks, whatever share of a GPU each has.
+    return max(1, min(_SWAP_PROGRAMS // group.world_size, out.numel() // _SWAP_BLOCK))
+
+
+def _launch_swap(
+    count: int, arguments: tuple[Any, ...], dtype: torch.dtype, aligned: bool, world_size: int
+) -> Repeat | None:
+    constants = (ELEMENTS[dtype], aligned, world_size, _SWAP_BLOCK)
+    return launch_step(_swap_kernel, count, arguments, constants, _SWAP_WARPS, ((1, OUT),))
 
 
 def _load_swap(here: Turn, dtype: torch.dtype) -> None:
@@ -119,13 +131,13 @@ def _load_swap(here: Turn, dtype: torch.dtype) -> None:
         _launch_swap(0, (0, 0, 0, here.table), dtype, aligned, here.group.world_size)
 
 
-def _launch_pull(here: Turn, out: torch.Tensor, first_row: int, count: int, world_size: int) -> None:
+def _launch_pull(here: Turn, out: torch.Tensor, first_row: int, count: int, world_size: int) -> Repeat | None:
     first = first_row * out.shape[1]
     is_aligned = out.data_ptr() % 16 == 0 and first * out.element_size() % 16 == 0
     constants = (ELEMENTS[out.dtype], is_aligned, world_size, _BLOCK)
     arguments = (out.data_ptr(), first, out.numel(), here.table)
     with launching(here.group):
-        launch_step(_pull_kernel, count, arguments, constants, _NUM_WARPS)
+        return launch_step(_pull_kernel, count, arguments, constants, _NUM_WARPS, ((0, OUT),))
 
 
 def _load_gather(here: Turn, scaled: bool, world_size: int) -> None:

@@ -178,8 +178,8 @@ class Prepared:
         self._out = None if out is None else Tiles(out.shape, out.strides)
         self._rows = None if rows is None else Tile(rows.base.data_ptr(), rows.shape, rows.strides)
 
-    def launch(self, at: Addresses, table: torch.Tensor) -> None:
-        """Queue it with these addresses."""
+    def launch(self, at: Addresses, table: int) -> None:
+        """Queue it with these addresses, that of the table too: Triton would ask the driver about a tensor's."""
         x, weight, out, bias, scale_x, scale_weight, index = at
         self._launcher.launch(
             self._grid, x, out, bias, scale_x, scale_weight, index or self._num_rows, *self._sizes,

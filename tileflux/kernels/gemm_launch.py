@@ -72,7 +72,7 @@ def launch_gemm(
     if known is not None and relaunches_gemm():
         if not load_only:
             with launching(group):
-                known.launch(addresses(operands), table_of(turn, operands.x.device))
+                known.launch(addresses(operands), table_of(turn, operands.x.device).data_ptr())
         return known
     launch = _plan(operands, role, config, group, turn, releases, use_tma, load_only)
     prepared: PreparedGemm | None
@@ -197,8 +197,8 @@ class _Prepared:
         # Where rows arrive is the turn's own, and stays where it is.
         self._rows = None if rows is None else Tile(rows.base.data_ptr(), rows.shape, rows.strides)
 
-    def launch(self, at: Addresses, table: torch.Tensor) -> None:
-        """Queue it with these addresses."""
+    def launch(self, at: Addresses, table: int) -> None:
+        """Queue it with these addresses, that of the table too: Triton would ask the driver about a tensor's."""
         x, weight, out, bias, scale_x, scale_weight, index = at
         self._launcher.launch(
             self._grid, x, weight, out, bias, scale_x, scale_weight, index or self._num_rows, *self._numbers,

@@ -18,10 +18,13 @@ from triton import knobs
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
-__all__ = ["Kept", "Launcher", "Tile", "Tiles", "launch_step", "relaunchable"]
+__all__ = ["OUT", "SCALE_X", "X", "Kept", "Launcher", "Repeat", "Tile", "Tiles", "launch_step", "relaunchable"]
 
 _KNOWS_LAUNCHER = triton.__version__.startswith("3.6.")
 _MAX_KEPT = 1024
+
+X, SCALE_X, OUT = range(3)
+"""Tensors of the caller's, of which a step takes addresses."""
 
 Value = TypeVar("Value")
 
@@ -60,6 +63,34 @@ class Launcher:
                 given[place : place + 1] = arguments[place].parts(meta)
             arguments = tuple(given)
         self._run(grid, 1, 1, raw_stream(self._device), *self._first, *arguments, *self._constants)
+
+    def repeat(self, grid: int, arguments: tuple[Any, ...], moving: tuple[tuple[int, int], ...]) -> Repeat:
+        """What queues so many programs once more: see ``launch_step``. For a kernel that takes no tiles."""
+        first = len(self._first)
+        # The address alone: whoever keeps this does not keep the table's memory.
+        fixed = [*self._first, *arguments[:-1], arguments[-1].data_ptr(), *self._constants]
+        return Repeat(self._run, self._device, grid, fixed, tuple((first + place, which) for place, which in moving))
+
+
+class Repeat:
+    """A step to be launched again, with where the caller's tensors are by then."""
+
+    __slots__ = ("_device", "_fixed", "_grid", "_moving", "_run")
+
+    def __init__(self, run: Any, device: int, grid: int, fixed: list[Any], moving: tuple[tuple[int, int], ...]) -> None:
+        self._run, self._device, self._grid, self._fixed, self._moving = run, device, grid, fixed, moving
+
+    def __call__(
+        self, group: object, here: object, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        """Queue it. Whoever calls has seen that it may pass Triton by, and that its table is in its place."""
+        given = self._fixed
+        if self._moving:
+            given, tensors = given.copy(), (x, scale_x, out)
+            for place, which in self._moving:
+                tensor = tensors[which]
+                given[place] = 0 if tensor is None else tensor.data_ptr()
+        self._run(self._grid, 1, 1, raw_stream(self._device), *given)
 
 
 def _innermost(compiled: Any) -> tuple[Any, tuple[Any, ...], tuple[tuple[int, Any], ...]]:
@@ -137,21 +168,31 @@ def relaunchable(kernel: Any) -> bool:
 
 
 def launch_step(
-    kernel: Any, grid: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int, **options: int
-) -> None:
+    kernel: Any,
+    grid: int,
+    arguments: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    num_warps: int,
+    moving: tuple[tuple[int, int], ...] | None = None,
+    **options: int,
+) -> Repeat | None:
     """Launch a kernel of which nothing but constants makes a variant: arguments first, the last of them its table.
 
-    ``options`` for the compiler are always the same for a kernel.
+    ``options`` for the compiler are always the same for a kernel. With ``moving``, returns what repeats the launch,
+    where that is possible: those arguments differ then, given as their places and as whose address each is.
     """
     table: torch.Tensor = arguments[-1]
     key = (id(kernel), table.device, constants)
     known = _steps.get(key)
     if known is not None and relaunchable(kernel):
         known.launch(grid, *arguments)
-        return
+        return None if moving is None else known.repeat(grid, arguments, moving)
     compiled = kernel[(grid,)](*arguments, *constants, num_warps=num_warps, **options)
-    if relaunchable(kernel):
-        _steps.keep(key, Launcher(compiled, table.device.index or 0, constants))
+    if not relaunchable(kernel):
+        return None
+    made = Launcher(compiled, table.device.index or 0, constants)
+    _steps.keep(key, made)
+    return None if moving is None else made.repeat(grid, arguments, moving)
 
 
 _steps: Kept[Launcher] = Kept()

@@ -43,7 +43,7 @@ from tileflux.kernels.shards import scatter_shards, spread_shards
 from tileflux.kernels.turns import Turn, turn
 from tileflux.symm.group import Group
 
-__all__ = ["behind_count", "num_summers", "own_part", "pull_sums", "run_scatter", "run_spread", "sum_all"]
+__all__ = ["behind_count", "num_summers", "own_part", "pull_sums", "run_scatter", "run_spread", "sum_all", "swap_sums"]
 
 
 def run_scatter(
@@ -72,11 +72,23 @@ def run_scatter(
     return None
 
 
-def run_spread(group: Group, operands: Operands, config: GemmConfig) -> None:
+def run_spread(group: Group, operands: Operands, config: GemmConfig) -> Launched | None:
     """Multiply and all-reduce in one step, each rank sending everything to everyone."""
     out = operands.out
     here = turn(group, spread_shards("gemm_ar", group.world_size, len(out), out.shape[1], out.element_size(), config))
-    run(operands, SPREAD, config, group, here, releases=True)
+    launch = run(operands, SPREAD, config, group, here, releases=True)
+    return None if launch is None else Launched(launch, here)
+
+
+def swap_sums(group: Group, operands: Operands, config: GemmConfig, op: str) -> Launched | None:
+    """Multiply, and add up all ranks' results, which are few, on every rank."""
+    out = operands.out
+    here = direct.swap_turn(group, op, out)
+    partial = dataclasses.replace(operands, out=here.own_rows(out.dtype, out.shape[1]))
+    multiply(group, partial, config, load_only=True)
+    multiply(group, partial, config)
+    after = direct.swap(group, here, out)
+    return Launched(None, here, (), after, _multiply_alone) if is_plain_product(group, partial) else None
 
 
 def pull_sums(
@@ -87,22 +99,18 @@ def pull_sums(
     here = direct.pull_turn(group, op, rows, out.shape[1], out.dtype)
     whole = dataclasses.replace(operands, out=here.gathered(out.dtype, out.shape[1]))
     multiply(group, whole, config, load_only=True)
-    direct.open_pull(group, here, out.dtype)
+    before = direct.open_pull(group, here, out.dtype)
     multiply(group, whole, config)
-    direct.pull(group, here, out, first_row)
-    if not is_plain_product(group, whole):
-        return None
-    return Launched(None, here, _open, partial(_pull_rows, first_row), _multiply_into)
-
-
-def _pull_rows(
-    first_row: int, group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    direct.pull(group, here, out, first_row)
+    after = direct.pull(group, here, out, first_row)
+    return Launched(None, here, before, after, _multiply_into) if is_plain_product(group, whole) else None
 
 
 def _multiply_into(here: Turn, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     torch.mm(x, weight.t(), out=here.gathered(out.dtype, out.shape[1]))
+
+
+def _multiply_alone(here: Turn, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(x, weight.t(), out=here.own_rows(out.dtype, out.shape[1]))
 
 
 def _push_finished(group: Group, operands: Operands, config: GemmConfig, here: Turn) -> None:
@@ -125,28 +133,21 @@ def _send_finished(group: Group, operands: Operands, config: GemmConfig, here: T
     there may be more of them than fit.
     """
     load_steps(group, here, operands)
-    given = (group, here, operands.x, operands.scale_x, operands.out)
-    _open(*given)
+    before = steps.launch_open(here, group.world_size)
     launch = launch_gemm(operands, SEND, config, group=group, turn=here)
-    _sum(*given)
-    return None if launch is None else Launched(launch, here, before=_open, after=_sum)
+    after = sum_all(group, here, operands.out)
+    return None if launch is None else Launched(launch, here, (before,), after)
 
 
-def _open(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor) -> None:
-    steps.launch_open(here, group.world_size)
-
-
-def _sum(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor) -> None:
-    sum_all(group, here, out)
-
-
-def sum_all(group: Group, here: Turn, out: torch.Tensor) -> None:
+def sum_all(group: Group, here: Turn, out: torch.Tensor) -> direct.Steps:
     """Wait for every peer's shard with a single program, that holds no SM of theirs; then add up with many."""
-    if here.plan.rows[group.rank]:
-        steps.launch_await_everyone(here, group.world_size)
-        steps.launch_sum(here, out, 2 * sms_for(group), group.world_size)
-    else:
-        steps.launch_release(here, group.world_size)  # nobody sends
+    world_size = group.world_size
+    if not here.plan.rows[group.rank]:
+        return (steps.launch_release(here, world_size),)  # nobody sends
+    return (
+        steps.launch_await_everyone(here, world_size),
+        steps.launch_sum(here, out, 2 * sms_for(group), world_size),
+    )
 
 
 def _copy_finished(
@@ -164,7 +165,7 @@ def _copy_finished(
         launch = launch_gemm(operands, STAGE, config, group=group, turn=here)
         send = partial(_send_counted, config)
         send(*given)
-        return None if launch is None else Launched(launch, here, before=_open_counted, after=send)
+        return None if launch is None else Launched(launch, here, (_open_counted,), (send,))
     mine = dataclasses.replace(operands, out=here.staging(out.dtype, out.shape[1]))
     for owner in _others(group):
         multiply(group, _shard_of(mine, here, owner, mine.out), config)

@@ -89,10 +89,10 @@ def pull_shards(op: str, rows: tuple[int, ...], row_bytes: int) -> ShardPlan:
 
 @functools.lru_cache(maxsize=4096)
 def swap_shards(op: str, world_size: int, nbytes: int, num_programs: int) -> ShardPlan:
-    """Sums that everybody sends to everybody: twice a slot per source, and a flag per program."""
+    """Sums that everybody sends to everybody: twice a slot per source, a flag per program, and room for one's own."""
     slot_bytes = _round_up(nbytes, 16)
     data_bytes = 2 * _round_up(world_size * slot_bytes, ALIGNMENT)
-    return ShardPlan(op, (1,) * world_size, 1, 1, num_programs, data_bytes, slot_bytes)
+    return ShardPlan(op, (1,) * world_size, 1, 1, num_programs, data_bytes, slot_bytes, staging_bytes=nbytes)
 
 
 @functools.lru_cache(maxsize=4096)

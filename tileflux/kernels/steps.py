@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tileflux.kernels.loading import launching
 from tileflux.kernels.operands import ELEMENTS
-from tileflux.kernels.prepared import launch_step
+from tileflux.kernels.prepared import OUT, SCALE_X, Repeat, X, launch_step
 from tileflux.kernels.turns import Turn
 from tileflux.lang.policy import await_word, slot, sum_slots
 from tileflux.lang.remote import typed
@@ -60,24 +60,25 @@ _NUM_WARPS = 8
 
 def launch_feed(
     turn: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, num_feeders: int, world_size: int, kernel: Any = None
-) -> None:
+) -> Repeat | None:
     """Send ``x``, and the scales of its rows, to every peer; by another ``kernel`` that takes the same, if given."""
     scale = 0 if scale_x is None else scale_x.data_ptr()
     arguments = (x.data_ptr(), scale, x.shape[1] * x.element_size(), turn.table)
     constants = (scale_x is not None, world_size, _BLOCK)
     with launching(turn.group):
-        launch_step(kernel or _feed_kernel, num_feeders, arguments, constants, _NUM_WARPS)
+        moving = ((0, X), (1, SCALE_X))
+        return launch_step(kernel or _feed_kernel, num_feeders, arguments, constants, _NUM_WARPS, moving)
 
 
-def launch_alone(kernel: Any, turn: Turn, world_size: int, num_programs: int = 1) -> None:
+def launch_alone(kernel: Any, turn: Turn, world_size: int, num_programs: int = 1) -> Repeat | None:
     """A kernel of a single program that takes the plan and nothing else."""
     with launching(turn.group):
-        launch_step(kernel, num_programs, (turn.table,), (world_size,), 1)
+        return launch_step(kernel, num_programs, (turn.table,), (world_size,), 1, ())
 
 
-def launch_open(turn: Turn, world_size: int, num_programs: int = 1) -> None:
+def launch_open(turn: Turn, world_size: int, num_programs: int = 1) -> Repeat | None:
     """Before copies send this rank's rows: wait until every peer's buffer is free."""
-    launch_alone(_open_kernel, turn, world_size, num_programs)
+    return launch_alone(_open_kernel, turn, world_size, num_programs)
 
 
 def launch_await(turn: Turn, source: int, chunk: int, world_size: int, num_programs: int = 1) -> None:
@@ -86,10 +87,10 @@ def launch_await(turn: Turn, source: int, chunk: int, world_size: int, num_progr
         launch_step(_await_kernel, num_programs, (source, chunk, turn.table), (world_size,), 1)
 
 
-def launch_await_everyone(turn: Turn, world_size: int, num_programs: int = 1, chunk: int = 0) -> None:
+def launch_await_everyone(turn: Turn, world_size: int, num_programs: int = 1, chunk: int = 0) -> Repeat | None:
     """Let the stream wait until every peer has announced ``chunk`` of what it has for this rank."""
     with launching(turn.group):
-        launch_step(_await_everyone_kernel, num_programs, (chunk, turn.table), (world_size,), 1)
+        return launch_step(_await_everyone_kernel, num_programs, (chunk, turn.table), (world_size,), 1, ())
 
 
 def launch_close(
@@ -107,12 +108,13 @@ def launch_push(turn: Turn, partial: torch.Tensor, owner: int, num_feeders: int,
         launch_step(_push_kernel, num_feeders, arguments, (world_size, _BLOCK), _NUM_WARPS)
 
 
-def launch_sum(turn: Turn, out: torch.Tensor, num_programs: int, world_size: int) -> None:
+def launch_sum(turn: Turn, out: torch.Tensor, num_programs: int, world_size: int) -> Repeat | None:
     """Wait for all ranks' partial sums of this rank's shard, and add them up."""
     address = out.data_ptr()
     constants = (ELEMENTS[out.dtype], address % 16 == 0, world_size, _BLOCK)
     with launching(turn.group):
-        launch_step(_sum_kernel, num_programs, (address, out.numel(), turn.table), constants, _NUM_WARPS)
+        arguments = (address, out.numel(), turn.table)
+        return launch_step(_sum_kernel, num_programs, arguments, constants, _NUM_WARPS, ((0, OUT),))
 
 
 def launch_sum_slabs(turn: Turn, out: torch.Tensor, num_programs: int, world_size: int) -> None:
@@ -125,9 +127,9 @@ def launch_sum_slabs(turn: Turn, out: torch.Tensor, num_programs: int, world_siz
         launch_step(_sum_slabs_kernel, num_programs, arguments, constants, _NUM_WARPS)
 
 
-def launch_release(turn: Turn, world_size: int, num_programs: int = 1) -> None:
+def launch_release(turn: Turn, world_size: int, num_programs: int = 1) -> Repeat | None:
     """This rank has finished the call."""
-    launch_alone(_release_kernel, turn, world_size, num_programs)
+    return launch_alone(_release_kernel, turn, world_size, num_programs)
 
 
 def read_clock(device: torch.device) -> torch.Tensor:

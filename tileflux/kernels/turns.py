@@ -184,6 +184,11 @@ class Turn:
         return self._data.view(owner, dtype, (sum(self.plan.rows), num_columns))
 
     @_made_once
+    def own_rows(self, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
+        """The memory that is this rank's alone, as rows."""
+        return self.own[: self.plan.staging_bytes].view(dtype).view(-1, num_columns)
+
+    @_made_once
     def chunk_at(self, owner: int, index: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
         """Where a chunk of this rank's rows goes in ``owner``'s buffer."""
         first, rows = self.plan.first_rows[self.rank], self.plan.chunk(self.rank, index)

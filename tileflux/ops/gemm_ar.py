@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 
 from tileflux.config import SWAPPED_BYTES, GemmConfig
+from tileflux.kernels.again import Launched
 from tileflux.kernels.dense import copies_by_sms, gather_rows, multiply
-from tileflux.kernels.direct import swap
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import split_rows
 from tileflux.kernels.prepared import Kept
-from tileflux.kernels.scatter import pull_sums, run_scatter, run_spread
+from tileflux.kernels.scatter import pull_sums, run_scatter, run_spread, swap_sums
 from tileflux.ops import _dense
 from tileflux.ops._call import begin, check_out, guarded
 from tileflux.ops._library import eager_only, register
@@ -61,6 +61,9 @@ def gemm_ar(
     tensors = (x, weight, bias, scale_x, scale_weight)
     key = _dense.call_key(tensors, group, algorithm, out_dtype, strategy, config)
     known = None if key is None else _known.find(key)  # the compiler would guard all that is kept
+    again = _dense.call_again("gemm_ar", known, group, tensors, out)
+    if again is not None:
+        return again
     if known is not None:
         return _multiply(_dense.make_inputs(*tensors), group, known, out)
     _dense.check_dense("gemm_ar", x, weight, bias, scale_x, scale_weight, None, group)
@@ -75,11 +78,12 @@ def gemm_ar(
     arguments = (*inputs, group.name, algorithm, kind, strategy, _dense.config_text(config))
     result: torch.Tensor = torch.ops.tileflux.gemm_ar(*arguments) if out is None else _run(*arguments, out)
     if key is not None:
-        _known.keep(key, _decide(inputs, group, algorithm, kind, strategy, config))
+        decided = _decide(inputs, group, algorithm, kind, strategy, config)
+        _known.keep(key, _dense.Known(decided, takes_numbers=_dense.has_numbers(scale_x, scale_weight)))
     return result
 
 
-_known: Kept[_dense.Decided] = Kept()
+_known: Kept[_dense.Known] = Kept()
 
 
 @eager_only
@@ -98,7 +102,7 @@ def _run(
 ) -> torch.Tensor:
     group, inputs = group_by_name(group_name), _dense.Inputs(x, weight, bias, scale_x, scale_weight)
     decided = _decide(inputs, group, algorithm, out_dtype, strategy, _dense.config_from(config))
-    return _multiply(inputs, group, decided, out)
+    return _multiply(inputs, group, _dense.Known(decided), out)
 
 
 def _decide(
@@ -117,9 +121,9 @@ def _decide(
     return _dense.Decided(problem, choice, out_dtype)
 
 
-def _multiply(inputs: _dense.Inputs, group: Group, decided: _dense.Decided, out: torch.Tensor | None) -> torch.Tensor:
+def _multiply(inputs: _dense.Inputs, group: Group, known: _dense.Known, out: torch.Tensor | None) -> torch.Tensor:
     x, weight, bias, *_ = inputs
-    problem, choice, kind = decided
+    problem, choice, kind = known.decided
     num_rows, num_columns = problem.m, problem.n
     out = check_out("gemm_ar", out, (num_rows, num_columns), x, dtype=kind, others=(weight, bias))
     tile = (choice.config.block_m, choice.config.block_n)
@@ -128,32 +132,30 @@ def _multiply(inputs: _dense.Inputs, group: Group, decided: _dense.Decided, out:
     if 0 not in (num_rows, num_columns):
         operands = _dense.make_operands(inputs, out, adds_bias=group.rank == 0)
         with guarded(group):
-            _sum_products(group, operands, choice)
+            known.keep(_sum_products(group, operands, choice), group, inputs, operands)
     return out
 
 
-def _sum_products(group: Group, operands: Operands, choice: Choice) -> None:
+def _sum_products(group: Group, operands: Operands, choice: Choice) -> Launched | None:
     out = operands.out
     directly = choice.strategy == "sequential" and choice.algorithm == "one_shot" and copies_by_sms(group)
     if directly and out.nbytes <= SWAPPED_BYTES:
-        partial = dataclasses.replace(operands, out=torch.empty_like(out))
-        multiply(group, partial, choice.config, load_only=True)
-        multiply(group, partial, choice.config)
-        swap(group, "gemm_ar", partial.out, out)
-    elif directly:
-        pull_sums(group, operands, split_rows(len(out), group.world_size), choice.config, "gemm_ar", 0)
-    elif choice.strategy == "sequential" or group.world_size == 1:
+        return swap_sums(group, operands, choice.config, "gemm_ar")
+    if directly:
+        return pull_sums(group, operands, split_rows(len(out), group.world_size), choice.config, "gemm_ar", 0)
+    if choice.strategy == "fused" and choice.algorithm == "one_shot" and group.world_size > 1:
+        return run_spread(group, operands, choice.config)
+    if choice.strategy == "sequential" or group.world_size == 1:
         partial = dataclasses.replace(operands, out=torch.empty_like(out))
         multiply(group, partial, choice.config)
         sum_everywhere(group, "gemm_ar", partial.out, out, choice.algorithm)
-    elif choice.strategy == "fused" and choice.algorithm == "one_shot":
-        run_spread(group, operands, choice.config)
     else:
         rows = split_rows(len(out), group.world_size)
         first = sum(rows[: group.rank])
         mine = out[first : first + rows[group.rank]]
         run_scatter(group, dataclasses.replace(operands, out=mine), rows, choice.strategy, choice.config)
         gather_rows(group, "gemm_ar", mine, out, rows)
+    return None
 
 
 def _fake(
