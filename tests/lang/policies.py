@@ -11,7 +11,7 @@ from tileflux.config import CONTROL, MAX_CHUNKS, GemmConfig
 from tileflux.kernels.shards import ShardPlan
 from tileflux.kernels.turns import Turn
 from tileflux.kernels.turns import turn as make_turn
-from tileflux.lang import combine, policy
+from tileflux.lang import combine, policy, turn
 from tileflux.testing import interpreter
 from tileflux.testing._interpreter_launch import scalar
 
@@ -39,26 +39,39 @@ def make_spec(dtype: tl.dtype = tl.float32, *, aligned: bool = True, use_tma: bo
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """What policies wait for and signal, in order; both return at once."""
+    """What policies wait for and signal, in order; both return at once. Flags looked at together are a list."""
     seen: list[tuple] = []
     monkeypatch.setattr(
         policy, "wait", lambda flag, wanted, peer, *_: seen.append(("wait", scalar(flag), scalar(wanted), scalar(peer)))
     )
     for module in (policy, combine):
         monkeypatch.setattr(module, "signal", lambda flag, value: seen.append(("signal", scalar(flag), scalar(value))))
+    monkeypatch.setattr(
+        turn, "reached_all", lambda flags, at, wanted: (seen.append(("all", chosen(flags, at), scalar(wanted))), 1)[1]
+    )
+    monkeypatch.setattr(
+        turn,
+        "signal_all",
+        lambda flags, at, value: seen.extend(("signal", flag, scalar(value)) for flag in chosen(flags, at)),
+    )
     return seen
 
 
-def ack(turn: Turn, rank: int, peer: int) -> int:
+def chosen(flags: tl.tensor, at: tl.tensor) -> list[int]:
+    """Addresses of those flags of a block that are meant."""
+    return [int(address) for address in flags.handle.data[at.handle.data]]
+
+
+def ack(here: Turn, rank: int, peer: int) -> int:
     """Address of the word that tells ``rank`` how far ``peer`` is."""
-    return turn._control.address(rank) + 4 * (CONTROL.ack + peer)
+    return here._control.address(rank) + 4 * (CONTROL.ack + peer)
 
 
-def flag(turn: Turn, owner: int, source: int, index: int) -> int:
+def flag(here: Turn, owner: int, source: int, index: int) -> int:
     """Address of a flag."""
-    return turn._flags.address(owner) + 4 * (index * WORLD + source)
+    return here._flags.address(owner) + 4 * (index * WORLD + source)
 
 
-def counters(turn: Turn) -> torch.Tensor:
+def counters(here: Turn) -> torch.Tensor:
     """By peer and chunk."""
-    return turn._control.view(dtype=torch.int32)[CONTROL.counters(WORLD) :][: WORLD * MAX_CHUNKS].view(WORLD, -1)
+    return here._control.view(dtype=torch.int32)[CONTROL.counters(WORLD) :][: WORLD * MAX_CHUNKS].view(WORLD, -1)

@@ -64,7 +64,7 @@ def test_waits(events: list[tuple], epoch: int) -> None:
         (wait_for_rows, 2, [("wait", flag(turns[1], 1, 2, 5), following, 2)]),
         (wait_for_slot, 1, []),
         (wait_for_slot, 0, [("wait", ack(turns[1], 1, 0), before, 0)]),
-        (wait_for_slots, 1, [("wait", ack(turns[1], 1, peer), before, peer) for peer in (2, 0)]),
+        (wait_for_slots, 1, [("all", [ack(turns[1], 1, peer) for peer in (2, 0)], before)]),
     ):
         events.clear()
         _wait_kernel[(1,)](turns[1].table, owner, 5, wait, make_spec())
@@ -77,7 +77,9 @@ def test_a_wait_before_tma_is_fenced(events: list[tuple], monkeypatch: pytest.Mo
     for use_tma in (False, True):
         events.clear()
         _wait_kernel[(1,)](turns[1].table, 2, 0, wait_for_rows, make_spec(use_tma=use_tma))
-        assert [event[0] for event in events] == ["wait", "fence"][: 1 + use_tma]
+        _wait_kernel[(1,)](turns[1].table, 2, 0, wait_for_slots, make_spec(use_tma=use_tma))
+        fence = ["fence"] * use_tma
+        assert [event[0] for event in events] == ["wait", *fence, "all", *fence]
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 6, 2**31 - 1, -(2**31)])
@@ -155,7 +157,7 @@ def test_ones_own_tile_is_summed_after_a_wait_for_every_peer(events: list[tuple]
         each.copy_(torch.randn(20, 16))
     place = (1, 20, 16, 0, 20, 16, 1, 0)
     _finish_kernel[(1,)](value, out.data_ptr(), turns[1].table, *place, scatter_tile, make_spec())
-    assert events == [("wait", flag(turns[1], 1, source, 1), 7, source) for source in (0, 2)]
+    assert events == [("all", [flag(turns[1], 1, source, 1) for source in (2, 0)], 7)]
     right = slots[0][16:20] + value[:4] + slots[2][16:20]
     assert torch.equal(out[16:20], right) and out[:16].isnan().all()
 
@@ -208,6 +210,6 @@ def test_a_spread_tile_goes_everywhere_then_is_summed_from_everywhere(events: li
         each.copy_(torch.randn(18, 16))
     _finish_kernel[(1,)](nan := poisoned((16, 16), torch.float32), out.data_ptr(), turns[1].table, *place, 1,
                          spread_tile, make_spec())  # fmt: skip
-    assert events == [("wait", flag(turns[1], 1, source, 1), 4, source) for source in (0, 2, 1)]
+    assert events == [("all", [flag(turns[1], 1, source, 1) for source in (2, 0, 1)], 4)]
     assert nan.isnan().all() and out[:16].isnan().all()
     assert torch.equal(out[16:18], others[0][16:18] + value[:2] + others[2][16:18])

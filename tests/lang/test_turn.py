@@ -17,6 +17,7 @@ from tileflux.lang import turn as lang_turn
 from tileflux.lang.signal import taken
 from tileflux.lang.turn import (
     ack_word,
+    await_flags,
     close_chunk,
     counter_word,
     current_epoch,
@@ -27,7 +28,9 @@ from tileflux.lang.turn import (
     leave,
     leave_counted,
     open_call,
+    raise_flags,
     release,
+    release_silently,
     shard,
 )
 from tileflux.testing import interpreter, poisoned
@@ -184,6 +187,22 @@ def test_a_release_tells_every_peer_once_all_programs_have_come(num_programs: in
 
 
 @triton.jit
+def _silent_release_kernel(table_ptr, WORLD: tl.constexpr):
+    release_silently(table_ptr, WORLD)
+
+
+def test_a_silent_release_counts_the_call_and_tells_nobody() -> None:
+    turns = make_turns((3, 3, 3))
+    set_epoch(turns, 5)
+    before = [turn._control.view().clone().view(torch.int32) for turn in turns]
+    _silent_release_kernel[(4,)](turns[1].table, 3)
+    before[1][CONTROL.epoch] = 6
+    assert all(
+        torch.equal(turn._control.view(dtype=torch.int32), each) for turn, each in zip(turns, before, strict=True)
+    )
+
+
+@triton.jit
 def _partial_release_kernel(table_ptr, first, end, WORLD: tl.constexpr):
     if (tl.program_id(0) >= first) & (tl.program_id(0) < end):
         release(table_ptr, WORLD)
@@ -277,9 +296,57 @@ def test_a_call_that_sends_by_copies_waits_for_all_peers_first(epoch: int) -> No
     with pytest.MonkeyPatch.context() as patch:
         recorder = _Recorder(patch)
         _open_kernel[(1,)](turns[1].table, 3)
-    acks = [turns[1]._control.address(1) + 4 * (CONTROL.ack + peer) for peer in (0, 2)]
-    assert recorder.waits == [(ack, epoch, peer) for ack, peer in zip(acks, (0, 2), strict=True)]
+        assert not recorder.waits, "all have come: looked at together"
+        acks = {peer: turns[1]._control.address(1) + 4 * (CONTROL.ack + peer) for peer in (2, 0)}
+        for late in acks:
+            turns[1]._control.view(dtype=torch.int32)[CONTROL.ack + late] -= 1
+            recorder.waits.clear()
+            _open_kernel[(1,)](turns[1].table, 3)
+            assert recorder.waits == [(ack, epoch, peer) for peer, ack in acks.items()], "with a deadline, each"
+            turns[1]._control.view(dtype=torch.int32)[CONTROL.ack + late] += 1
     assert turns[1].next.item() == (epoch + 1 if epoch < 2**31 - 1 else -(2**31)), "what flags are set to"
+
+
+@triton.jit
+def _raise_kernel(table_ptr, index, COUNT: tl.constexpr, WORLD: tl.constexpr):
+    raise_flags(table_ptr, index, COUNT, WORLD)
+
+
+@triton.jit
+def _await_kernel(table_ptr, index, COUNT: tl.constexpr, WORLD: tl.constexpr):
+    await_flags(table_ptr, index, COUNT, WORLD)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("epoch", [0, 5, 2**31 - 1])
+def test_flags_are_raised_at_peers_and_here_if_asked_for(world_size: int, epoch: int) -> None:
+    rank, index = world_size // 2, 3
+    for count in (world_size - 1, world_size):
+        turns = make_turns((2,) * world_size, num_chunks=4)
+        set_epoch(turns, epoch)
+        _raise_kernel[(1,)](turns[rank].table, index, count, world_size)
+        for owner, turn in enumerate(turns):
+            flags = turn._flags.view(dtype=torch.int32).clone()
+            is_told = owner != rank or count == world_size
+            assert flags[index * world_size + rank] == ((epoch + 1 + 2**31) % 2**32 - 2**31 if is_told else 0)
+            flags[index * world_size + rank] = 0
+            assert flags.eq(0).all(), "raised another one's flag"
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_flags_of_all_are_waited_for_and_of_nobody_else(count: int) -> None:
+    turns = make_turns((2, 2, 2), num_chunks=4)
+    set_epoch(turns, 6)
+    flags = turns[1]._flags.view(dtype=torch.int32)
+    here = turns[1]._flags.address(1)
+    for late in (0, 1, 2):
+        flags.fill_(7)
+        flags[2 * 3 + late] = 6
+        with pytest.MonkeyPatch.context() as patch:
+            recorder = _Recorder(patch)
+            _await_kernel[(1,)](turns[1].table, 2, count, 3)
+        sources = (2, 0, 1)[:count] if late != 1 or count == 3 else ()
+        assert recorder.waits == [(here + 4 * (2 * 3 + source), 7, source) for source in sources]
 
 
 @pytest.mark.parametrize("chunk", [0, 3, MAX_CHUNKS - 1])

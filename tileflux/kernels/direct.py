@@ -32,7 +32,7 @@ from tileflux.kernels.turns import Turn, turn
 from tileflux.lang.hopper import lanes
 from tileflux.lang.policy import await_word, slot
 from tileflux.lang.remote import copy_run, part, typed
-from tileflux.lang.signal import arrive, signal
+from tileflux.lang.signal import arrive
 from tileflux.lang.turn import (
     RANK,
     SCALES,
@@ -41,7 +41,9 @@ from tileflux.lang.turn import (
     current_epoch,
     data,
     flag_word,
+    raise_flags,
     release,
+    release_silently,
     shard,
     word,
 )
@@ -183,17 +185,8 @@ def _feed_all_kernel(
                 copy_run(data(table_ptr, owner, WORLD) + place, scale_x, num_rows.to(tl.int64) * 4, 256)
     if num_rows > 0:  # noqa: SIM102
         if arrive(counter_word(table_ptr, rank, rank, 0, WORLD), tl.num_programs(0)):
-            _tell_everyone(table_ptr, rank * 0, WORLD)
+            raise_flags(table_ptr, 0, WORLD - 1, WORLD)
     confirm_call(table_ptr)
-
-
-@triton.jit
-def _tell_everyone(table, index, WORLD: tl.constexpr):
-    """Raise this rank's flag number ``index`` at every peer."""
-    rank = word(table, RANK)
-    epoch = current_epoch(table, WORLD)
-    for hop in range(1, WORLD):
-        signal(flag_word(table, (rank + hop) % WORLD, rank, index, WORLD), epoch + 1)
 
 
 @triton.jit
@@ -229,9 +222,8 @@ def _await_rows_kernel(table_ptr, WORLD: tl.constexpr):
 @triton.jit(do_not_specialize=("table_ptr",))
 def _meet_kernel(table_ptr, WORLD: tl.constexpr):
     """Tell every peer that this rank's partial sums are there, and wait for theirs."""
-    first = word(table_ptr, RANK) * 0
-    _tell_everyone(table_ptr, first, WORLD)
-    await_everyone(table_ptr, first, WORLD)
+    raise_flags(table_ptr, 0, WORLD - 1, WORLD)
+    await_everyone(table_ptr, 0, WORLD)
     confirm_call(table_ptr)
 
 
@@ -315,7 +307,7 @@ def _swap_kernel(
     if program == 0:
         rest = num_blocks * BLOCK + numbers
         _send_swapped(x, rest, rest < num_elements, table_ptr, TYPE, False, WORLD)
-    _tell_everyone(table_ptr, program, WORLD)
+    raise_flags(table_ptr, program, WORLD - 1, WORLD)
     await_everyone(table_ptr, program, WORLD)
     add_up(out, num_elements, (x, table_ptr), _sum_swapped, TYPE, ALIGNED, WORLD, BLOCK)
-    release(table_ptr, WORLD)
+    release_silently(table_ptr, WORLD)

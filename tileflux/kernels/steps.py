@@ -23,6 +23,7 @@ from tileflux.lang.turn import (
     RANK,
     SLOT_BYTES,
     ack_word,
+    await_flags,
     close_chunk,
     confirm_call,
     counter_word,
@@ -219,11 +220,7 @@ def _push_kernel(
 @triton.jit
 def await_everyone(table, chunk, WORLD: tl.constexpr):
     """Until every peer has announced ``chunk`` of what it has for this rank."""
-    rank = word(table, RANK)
-    epoch = current_epoch(table, WORLD)
-    for hop in range(1, WORLD):
-        source = (rank + hop) % WORLD
-        await_word(flag_word(table, rank, source, chunk, WORLD), epoch + 1, source, table)
+    await_flags(table, chunk, WORLD - 1, WORLD)
 
 
 @triton.jit(do_not_specialize=("chunk", "table_ptr"))

@@ -19,10 +19,13 @@ from tileflux.lang.turn import (
     SLOT_BYTES,
     STAGING,
     ack_word,
+    await_acks,
+    await_flags,
     counter_word,
     current_epoch,
     data,
     flag_word,
+    raise_flags,
     shard,
     word,
 )
@@ -86,9 +89,9 @@ def wait_for_slot(table, owner, chunk, SPEC: tl.constexpr):
 @triton.jit
 def wait_for_slots(table, owner, chunk, SPEC: tl.constexpr):
     """As ``wait_for_slot``, for every peer."""
-    rank = word(table, RANK)
-    for hop in range(1, SPEC.world_size):
-        wait_for_slot(table, (rank + hop) % SPEC.world_size, chunk, SPEC)
+    await_acks(table, current_epoch(table, SPEC.world_size) - 1, SPEC.world_size)
+    if SPEC.use_tma:
+        tma_fence()
 
 
 @triton.jit
@@ -157,13 +160,19 @@ def spread_tile(value, out, place, table, SPEC: tl.constexpr):
         for hop in range(SPEC.world_size):
             peer = (rank + 1 + hop) % SPEC.world_size
             store_block(value, slot(table, peer, rank, epoch, SPEC.world_size), row, column, num_rows, N, SPEC)
-            signal(flag_word(table, peer, rank, number, SPEC.world_size), epoch + 1)
+        raise_flags(table, number, SPEC.world_size, SPEC.world_size)
     else:
-        for hop in range(SPEC.world_size):
-            # One's own flag too: another program of this rank may have computed the tile.
-            source = (rank + SPEC.world_size - 1 - hop) % SPEC.world_size
-            wait_for_word(flag_word(table, rank, source, number, SPEC.world_size), epoch + 1, source, table, SPEC)
+        # One's own flag too: another program of this rank may have computed the tile.
+        _wait_for_flags(table, number, SPEC.world_size, SPEC)
         _sum_tile(value.shape, out, place, table, SPEC)
+
+
+@triton.jit
+def _wait_for_flags(table, index, COUNT: tl.constexpr, SPEC: tl.constexpr):
+    """``await_flags``; and what TMA loads from then on is what was there."""
+    await_flags(table, index, COUNT, SPEC.world_size)
+    if SPEC.use_tma:
+        tma_fence()
 
 
 @triton.jit
@@ -179,11 +188,7 @@ def sum_slots(first, offsets, mask, stride, TYPE: tl.constexpr, ALIGNED: tl.cons
 @triton.jit
 def sum_own_tile(SHAPE: tl.constexpr, out, place, index, table, SPEC: tl.constexpr):
     """Sum a tile that this program has just stored with all peers', each announced by its flag number ``index``."""
-    rank = word(table, RANK)
-    epoch = current_epoch(table, SPEC.world_size)
-    for hop in range(1, SPEC.world_size):
-        source = (rank + SPEC.world_size - hop) % SPEC.world_size
-        wait_for_word(flag_word(table, rank, source, index, SPEC.world_size), epoch + 1, source, table, SPEC)
+    _wait_for_flags(table, index, SPEC.world_size - 1, SPEC)
     # The sum reads this program's own partial back from memory, with other threads than have stored it.
     tl.debug_barrier()
     _sum_tile(SHAPE, out, place, table, SPEC)

@@ -1,4 +1,4 @@
-"""``signal`` and ``wait``: the only two device functions that touch a flag.
+"""``signal`` and ``wait``: the only device functions that touch a flag, and their forms for many flags at once.
 
 A flag is a 32-bit word that only grows; its values are epochs. Comparisons are of the wrapped difference, so a
 flag may pass 2**31. A signaller is at most ``MAX_AHEAD`` ahead of who waits for it; a flag further ahead is one that
@@ -29,12 +29,16 @@ __all__ = [
     "PROXY_FENCE",
     "SMID",
     "STORE_RELEASE",
+    "STORE_RELEASE_CHOSEN",
     "arrive",
     "clock_ns",
     "confirm",
     "count",
     "poll",
+    "poll_all",
+    "reached_all",
     "signal",
+    "signal_all",
     "sm_number",
     "take",
     "taken",
@@ -47,6 +51,10 @@ __all__ = [
 STORE_RELEASE = tl.constexpr(
     "{ .reg .pred first; .reg .u32 tid; mov.u32 tid, %tid.x; and.b32 tid, tid, $3; setp.eq.u32 first, tid, 0; "
     "@first st.release.sys.global.s32 [$1], $2; mov.s32 $0, 0; }"
+)
+# Every thread stores the flag it has, if that is chosen ($3).
+STORE_RELEASE_CHOSEN = tl.constexpr(
+    "{ .reg .pred chosen; setp.ne.s32 chosen, $3, 0; @chosen st.release.sys.global.s32 [$1], $2; mov.s32 $0, 0; }"
 )
 GLOBALTIMER = tl.constexpr("{ mov.u64 $0, %globaltimer; }")
 SMID = tl.constexpr("{ mov.u32 $0, %smid; }")
@@ -79,6 +87,18 @@ def signal(flag, value):
 
 
 @triton.jit
+def signal_all(flags, chosen, value):
+    """``signal`` for a block of flags, those of which are ``chosen``.
+
+    With a thread for each they go out at once; one after the other, each release would wait for the one before it.
+    """
+    tl.debug_barrier()
+    tl.inline_asm_elementwise(
+        STORE_RELEASE_CHOSEN, "=r,l,r,r", [flags, value, chosen.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def wait(flag, wanted, peer, guard, op):
     """Return once ``flag`` has reached ``wanted``, which ``peer`` will set; what it published is then visible.
 
@@ -93,6 +113,29 @@ def wait(flag, wanted, peer, guard, op):
 def poll(flag, wanted):
     """Read ``flag`` with acquire. ``wanted`` is for the simulator, which lets others run until it is reached."""
     return tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def reached_all(flags, chosen, wanted):
+    """Look at a block of flags together until all that are ``chosen`` have reached ``wanted``: then 1.
+
+    0 if they have not after a while. There is no deadline: who gets that waits for one after the other.
+    """
+    is_short = 1
+    num_polls = 0
+    while (is_short != 0) & (num_polls < _POLLS_PER_CHECK):
+        seen = poll_all(flags, chosen, wanted)
+        is_short = tl.max((_is_short(seen, wanted) & chosen).to(tl.int32), axis=0)
+        num_polls += 1
+    # What the threads that looked have acquired is there for all.
+    tl.debug_barrier()
+    return is_short == 0
+
+
+@triton.jit
+def poll_all(flags, chosen, wanted):
+    """``poll`` for a block of flags."""
+    return tl.atomic_add(flags, 0, mask=chosen, sem="acquire", scope="sys")
 
 
 @triton.jit

@@ -25,12 +25,15 @@ import triton
 import triton.language as tl
 
 from tileflux.config import CONTROL, MAX_CHUNKS, TABLE
+from tileflux.lang.hopper import lanes, num_threads
 from tileflux.lang.remote import copy_run, part
-from tileflux.lang.signal import arrive, clock_ns, confirm, signal, take, wait
+from tileflux.lang.signal import arrive, clock_ns, confirm, reached_all, signal, signal_all, take, wait
 from tileflux.lang.trace import note_transfer
 
 __all__ = [
     "ack_word",
+    "await_acks",
+    "await_flags",
     "close_chunk",
     "confirm_call",
     "counter_word",
@@ -44,8 +47,10 @@ __all__ = [
     "leave_counted",
     "open_call",
     "push_run",
+    "raise_flags",
     "release",
     "release_counted",
+    "release_silently",
     "shard",
     "word",
 ]
@@ -112,6 +117,56 @@ def data(table, owner, WORLD: tl.constexpr):
 
 
 @triton.jit
+def raise_flags(table, index, COUNT: tl.constexpr, WORLD: tl.constexpr):
+    """Raise this rank's flag number ``index`` at the next COUNT ranks; the last of W is this one itself."""
+    owners, numbers = _ranks(table, WORLD)
+    flags = flag_word(table, owners, word(table, RANK), index, WORLD)
+    signal_all(flags, numbers < COUNT, current_epoch(table, WORLD) + 1)
+
+
+@triton.jit
+def await_flags(table, index, COUNT: tl.constexpr, WORLD: tl.constexpr):
+    """Until the next COUNT ranks have raised their flag number ``index`` here; the last of W is this one itself."""
+    _await_words(_flag_here, index, current_epoch(table, WORLD) + 1, table, COUNT, WORLD)
+
+
+@triton.jit
+def await_acks(table, wanted, WORLD: tl.constexpr):
+    """Until every peer has finished ``wanted`` calls."""
+    _await_words(_ack_here, 0, wanted, table, WORLD - 1, WORLD)
+
+
+@triton.jit
+def _await_words(HERE: tl.constexpr, index, wanted, table, COUNT: tl.constexpr, WORLD: tl.constexpr):
+    """Until all of them have come: looked at together. Who is long in coming is waited for with a deadline."""
+    ranks, numbers = _ranks(table, WORLD)
+    if reached_all(HERE(table, ranks, index, WORLD), numbers < COUNT, wanted) == 0:
+        rank = word(table, RANK)
+        guard = tl.load(table + GUARD).to(tl.pointer_type(tl.int64))
+        for hop in range(1, COUNT + 1):
+            peer = (rank + hop) % WORLD
+            wait(HERE(table, peer, index, WORLD), wanted, peer, guard, word(table, OP))
+
+
+@triton.jit
+def _flag_here(table, source, index, WORLD: tl.constexpr):
+    return flag_word(table, word(table, RANK), source, index, WORLD)
+
+
+@triton.jit
+def _ack_here(table, peer, index, WORLD: tl.constexpr):
+    return ack_word(table, word(table, RANK), peer, WORLD)
+
+
+@triton.jit
+def _ranks(table, WORLD: tl.constexpr):
+    """All ranks from the next one on, a thread for each, and their numbers in that order; beyond W they repeat."""
+    COUNT: tl.constexpr = max(num_threads(), triton.next_power_of_2(WORLD))
+    numbers = lanes(COUNT, 1)
+    return (word(table, RANK) + 1 + numbers) % WORLD, numbers
+
+
+@triton.jit
 def feed(
     x, scale_x, row_bytes, table, feeder, num_feeders, trace,
     SCALED: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, RECORDS: tl.constexpr,
@@ -155,10 +210,7 @@ def open_call(table, WORLD: tl.constexpr):
     """Before copies send rows: every peer has finished the call before; ``next`` becomes what flags are set to."""
     rank = word(table, RANK)
     epoch = current_epoch(table, WORLD)
-    guard = tl.load(table + GUARD).to(tl.pointer_type(tl.int64))
-    for hop in range(1, WORLD):
-        peer = (rank + WORLD - hop) % WORLD
-        wait(ack_word(table, rank, peer, WORLD), epoch, peer, guard, word(table, OP))
+    await_acks(table, epoch, WORLD)
     tl.store(_control(table, rank, WORLD) + _NEXT, epoch + 1)
 
 
@@ -219,6 +271,14 @@ def release(table, WORLD: tl.constexpr):
 
 
 @triton.jit
+def release_silently(table, WORLD: tl.constexpr):
+    """As ``release``, of a call whose end nobody waits for."""
+    epoch = current_epoch(table, WORLD)
+    if leave(table, WORLD):
+        tl.store(_control(table, word(table, RANK), WORLD) + _EPOCH, epoch + 1)
+
+
+@triton.jit
 def release_counted(table, WORLD: tl.constexpr):
     """As ``release``, where programs have counted in this rank's own counters, which are set back."""
     epoch = current_epoch(table, WORLD)
@@ -239,8 +299,8 @@ def leave_counted(table, WORLD: tl.constexpr):
 @triton.jit
 def _give_back(table, epoch, WORLD: tl.constexpr):
     rank = word(table, RANK)
-    for hop in range(1, WORLD):
-        signal(ack_word(table, (rank + hop) % WORLD, rank, WORLD), epoch + 1)
+    peers, numbers = _ranks(table, WORLD)
+    signal_all(ack_word(table, peers, rank, WORLD), numbers < WORLD - 1, epoch + 1)
     tl.store(_control(table, rank, WORLD) + _EPOCH, epoch + 1)
 
 

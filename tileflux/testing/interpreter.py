@@ -80,9 +80,11 @@ def install(concurrent_programs: int | None = None) -> None:
     stock.InterpretedFunction.__call__ = launching.call_device_function
     stock.GridExecutor.__call__ = launching.launch
     register_asm(lang_signal.STORE_RELEASE.value, _store_release)
+    register_asm(lang_signal.STORE_RELEASE_CHOSEN.value, _store_release_chosen)
     register_asm(lang_signal.GLOBALTIMER.value, _globaltimer)
     register_asm(lang_signal.SMID.value, np.zeros_like)
     register_call(lang_signal.poll, _poll)
+    register_call(lang_signal.poll_all, _poll_all)
     launch.allow_interpreter()
     _installed = True
 
@@ -181,6 +183,14 @@ def _store_release(addresses: Array, values: Array, _mask: Array) -> None:
     atomics.atomic_rmw(atomics.RMW_OP.XCHG, addresses, values, mask, atomics.MEM_SEMANTIC.RELEASE)
 
 
+def _store_release_chosen(addresses: Array, values: Array, chosen: Array) -> None:
+    """One after the other, so that a simulated peer may find some raised and others not."""
+    chosen = np.broadcast_to(chosen, addresses.shape)
+    values = np.broadcast_to(values, addresses.shape)
+    for index in np.flatnonzero(chosen):
+        _store_release(addresses[index : index + 1], values[index : index + 1], chosen)
+
+
 def _globaltimer(lanes: Array) -> Array:
     now = time.perf_counter_ns() if thread.conductor is None else thread.conductor.now_ns()
     return np.full(lanes.shape, now, np.int64)
@@ -196,3 +206,19 @@ def _poll(body: Callable[..., Any], flag: Any, wanted: Any) -> Any:
             raise launching.Abandoned
         time.sleep(_POLL_PAUSE_S)
     return value
+
+
+def _poll_all(body: Callable[..., Any], flags: Any, chosen: Any, wanted: Any) -> Any:
+    limit, is_chosen = scalar(wanted), chosen.handle.data
+    conductor = thread.conductor
+    if conductor is not None:
+        seen = np.zeros(is_chosen.shape, np.int32)
+        for index in np.flatnonzero(is_chosen):
+            seen[index] = conductor.poll(int(flags.handle.data[index]), limit)
+        return tl.tensor(stock.TensorHandle(seen, tl.int32), tl.block_type(tl.int32, list(seen.shape)))
+    values = body(flags, chosen, wanted)
+    if np.any((values.handle.data - np.int32(limit) < 0) & is_chosen):
+        if launching.launch_failed():
+            raise launching.Abandoned
+        time.sleep(_POLL_PAUSE_S)
+    return values
