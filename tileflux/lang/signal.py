@@ -135,7 +135,8 @@ def reached_all(flags, chosen, wanted):
 @triton.jit
 def poll_all(flags, chosen, wanted):
     """``poll`` for a block of flags."""
-    return tl.atomic_add(flags, 0, mask=chosen, sem="acquire", scope="sys")
+    nothing = chosen.to(tl.int32) * 0  # a block too: Gluon makes none of a number by itself
+    return tl.atomic_add(flags, nothing, mask=chosen, sem="acquire", scope="sys")
 
 
 @triton.jit
