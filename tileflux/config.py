@@ -220,7 +220,8 @@ class TableLayout:
     slot_bytes: int = 6  # of one source's part of such a buffer
     scales: int = 7  # where the gathered scales begin, behind the gathered rows
     staging: int = 8  # where this rank's products wait to be copied, behind the slots
-    arrays: int = 9
+    slab_columns: int = 9  # of products that are staged slab by slab; more than there are where they are not
+    arrays: int = 10
 
     def num_words(self, world_size: int) -> int:
         """Words of one table."""
@@ -313,9 +314,10 @@ class GemmConfig:
     ``num_feeders`` programs of an all-gather GEMM send rows while the others multiply, and ``num_chunks`` is how many
     flags announce one rank's rows; tiles of ``span`` such chunks go through the weight together, so that reading it
     once serves them all, but as many as ``alone`` of the first to arrive, or the last to depart, go one by one
-    (``lang/schedule.py``). ``num_sms`` bounds the programs of a launch; None takes what the GPU, or the group's share
-    of it, has; under Triton's interpreter it is for the simulator, which runs programs side by side. All ranks of a
-    call use the same numbers, but for ``span`` and ``alone``, which are each one's own affair.
+    (``lang/schedule.py``). Where copies send the sums of a reduce-scatter, ``num_chunks`` is the number of slabs, of
+    some columns each, in which a shard leaves. ``num_sms`` bounds the programs of a launch; None takes what the GPU, or
+    the group's share of it, has; under Triton's interpreter it is for the simulator, which runs programs side by side.
+    All ranks of a call use the same numbers, but for ``span`` and ``alone``, which are each one's own affair.
 
     ``fetches``: where ranks share a GPU, programs take tiles as they come, so that one that starts late, because
     another rank holds its SM, holds nobody up.

@@ -91,4 +91,5 @@ class Queued:
             slab_rows=lambda num_rows, dtype, n: torch.empty(num_rows, min(n, plan.slab_columns), dtype=dtype),
             slab_at=lambda owner, source, index, dtype, n: place(owner, source, index),
             slab_to_send=lambda owner, index, dtype, n: ("staged", owner, index),
+            staged_slab=lambda owner, index, dtype, n: ("staged", owner, index),
         )

@@ -38,9 +38,12 @@ def test_every_schedule_gives_the_right_result(protocol: str, world_size: int) -
 
 @interpreted
 @pytest.mark.parametrize(("world_size", "num_seeds"), [(2, 6), (3, 2), (4, 1)])
-def test_every_schedule_of_shards_sent_by_copies_gives_the_right_result(world_size: int, num_seeds: int) -> None:
+@pytest.mark.parametrize("protocol", ["gemm_rs fused", "gemm_rs fused, in slabs"])
+def test_every_schedule_of_shards_sent_by_copies_gives_the_right_result(
+    protocol: str, world_size: int, num_seeds: int
+) -> None:
     for seed in range(num_seeds):
-        simulate_protocol("gemm_rs fused", world_size, seed, by_copies=True)
+        simulate_protocol(protocol, world_size, seed, by_copies=True)
 
 
 @interpreted

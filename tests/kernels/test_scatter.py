@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -11,39 +13,69 @@ from tileflux import GemmConfig
 from tileflux.kernels import scatter
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.roles import SEND, STAGE
-from tileflux.kernels.scatter import run_scatter
+from tileflux.kernels.scatter import departures, run_scatter
+from tileflux.kernels.shards import scatter_shards
+from tileflux.lang.schedule import departure_order, replay
 
 from .queued import Queued
 
 CONFIG = GemmConfig(block_m=16, block_n=16, block_k=16, num_warps=4, num_chunks=2)
 
 
+@pytest.mark.parametrize("num_slabs", [1, 2, 3])
 @pytest.mark.parametrize("rank", [1, 2])
 def test_each_shard_is_sent_behind_its_count_and_the_next_is_counted_meanwhile(
-    rank: int, monkeypatch: pytest.MonkeyPatch
+    rank: int, num_slabs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles are counted on a stream of their own; who has no rows is sent nothing, and waits for nobody."""
-    rows = (20, 5, 0, 33)
-    queued = Queued(monkeypatch, scatter, STAGE, CONFIG, rank, rows)
+    rows, config = (20, 5, 0, 33), dataclasses.replace(CONFIG, num_chunks=num_slabs)
+    queued = Queued(monkeypatch, scatter, STAGE, config, rank, rows)
     operands = Operands(torch.empty(58, 16), torch.empty(40, 16), torch.empty(rows[rank], 40))
-    run_scatter(queued.group, operands, rows, "fused", CONFIG)  # type: ignore[arg-type]
+    run_scatter(queued.group, operands, rows, "fused", config)  # type: ignore[arg-type]
     expected: list[tuple[object, ...]] = [
-        ("load",), ("main", "counted"), ("main", "launch_open"), ("main", "event", 1), ("main", "gemm")
+        *[("load",)] * (1 if num_slabs == 1 else 2),
+        ("main", "counted"), ("main", "launch_open"), ("main", "event", 1), ("main", "gemm"),
     ]  # fmt: skip
-    tall = {0: 2, 1: 1, 3: 3}
+    tall, widths = {0: 2, 1: 1, 3: 3}, {1: [3], 2: [2, 1], 3: [1, 1, 1]}[num_slabs]
     owners = [owner for owner in ((rank + 1 + hop) % 4 for hop in range(3)) if rows[owner]]
-    for number, owner in enumerate(owners, start=2):
+    slabs = [(owner, slab, width) for owner in owners for slab, width in enumerate(widths)]
+    for number, (owner, slab, width) in enumerate(slabs, start=2):
         expected += [
             ("closing", "after", 1),
-            ("closing", "launch_close", owner, tall[owner] * 3, 0),
+            ("closing", "launch_close", owner, tall[owner] * width, slab),
             ("closing", "event", number),
             ("sending", "after", number),
-            ("sending", "copy", owner, ("staged", owner)),
-            ("sending", "flag", owner, 0),
+            ("sending", "copy", owner, rank, slab, ("staged", owner, slab)),
+            ("sending", "flag", owner, slab),
         ]
-    last = "launch_sum" if rows[rank] else "launch_release"
+    last = ("launch_sum" if num_slabs == 1 else "launch_sum_slabs") if rows[rank] else "launch_release"
     # The sum waits on many SMs, and must not be in the way of what tells when to send.
     assert queued.seen == [*expected, ("main", "join", "closing"), ("main", last), ("main", "join", "sending")]
+
+
+def test_slabs_leave_in_the_order_in_which_their_tiles_are_completed() -> None:
+    """By the order of the tiles themselves, of whatever bands."""
+    replayed, rows, num_columns, world_size = replay(departure_order), (64,) * 8, 160, 8
+    for span, alone, num_slabs in itertools.product((1, 2, 3, 7, 9), (0, 1, 3, 7, 8), (1, 2, 4)):
+        config = dataclasses.replace(CONFIG, span=span, alone=alone, num_chunks=num_slabs, group_m=10**6)
+        plan = scatter_shards("gemm_rs", rows, num_columns, 2, config, by_copies=True)
+        num_m, num_n, rank = 4, 10, 3
+        last: dict[tuple[int, int], int] = {}
+        counts: Counter[tuple[int, int]] = Counter()
+        for step in range(world_size * num_m * num_n):
+            owner, _, _, n, _ = replayed(step, rank, world_size, 1, num_m, num_n, config.group_m, (span, alone))
+            slab = n * config.block_n // plan.slab_columns if plan.slab_columns else 0
+            last[owner, slab] = step
+            counts[owner, slab] += 1
+        found = departures(rank, plan, config, num_columns)
+        assert {(owner, slab): num_tiles for owner, slab, num_tiles in found} == {
+            each: count for each, count in counts.items() if each[0] != rank
+        }
+        ends = [last[owner, slab] for owner, slab, _ in found]
+        # Of a band the tiles of all its owners' rows are side by side: none is much later than the next.
+        assert all(later > earlier - span * num_m * 3 for earlier, later in itertools.pairwise(ends))
+        assert [owner for owner, slab, _ in found if slab == 0] == [4, 5, 6, 7, 0, 1, 2]
+        assert sorted(ends)[-1] == ends[-1], "what is complete last is sent last"
 
 
 @pytest.mark.parametrize("rank", [1, 2])

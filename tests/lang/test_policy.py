@@ -1,5 +1,7 @@
 """Policies one by one: what a tile waits for, where it goes, whom it tells, and how it is summed."""
 
+import dataclasses
+
 import pytest
 import torch
 import triton
@@ -162,21 +164,42 @@ def test_ones_own_tile_is_summed_after_a_wait_for_every_peer(events: list[tuple]
     assert torch.equal(out[16:20], right) and out[:16].isnan().all()
 
 
-def test_a_tile_that_a_copy_will_send_is_kept_and_counted(events: list[tuple]) -> None:
-    turns = make_turns(scatter_shards("gemm_rs", (20, 20, 20), 16, 4, CONFIG, by_copies=True), 5)
+@pytest.mark.parametrize("num_slabs", [1, 3])
+def test_a_tile_that_a_copy_will_send_is_kept_and_counted(events: list[tuple], num_slabs: int) -> None:
+    """Of 40 columns in three slabs, the last, of 8."""
+    config = dataclasses.replace(CONFIG, num_chunks=num_slabs)
+    turns = make_turns(scatter_shards("gemm_rs", (20, 20, 20), 40, 4, config, by_copies=True), 5)
     me, owner = 1, 2
     turns[me]._data.view(me).fill_(0x7F)
-    value, out = torch.randn(16, 16), poisoned((20, 16), torch.float32)
-    place = (owner, 40, 16, 0, 20, 16, 1, 0)
+    value, out = torch.randn(16, 16), poisoned((20, 40), torch.float32)
+    place = (owner, 40, 16, 32, 20, 40, 1, 0)
     for count in (1, 2):
         _finish_kernel[(1,)](value, out.data_ptr(), turns[me].table, *place, stage_tile, make_spec())
         words = counters(turns[me])
-        assert words[owner, 0] == count and words.sum() == count, "counted once, for its owner"
+        assert words[owner, num_slabs - 1] == count and words.sum() == count, "counted once, for its owner and slab"
     assert not events and out.isnan().all()
-    kept = turns[me].staging(torch.float32, 16)[56:60]
-    assert torch.equal(kept, value[:4])
+    kept = turns[me].staging(torch.float32, 40)[56:60, 32:]
+    if num_slabs > 1:
+        kept = turns[me].staged_slab(owner, 2, torch.float32, 40)[16:]
+        assert kept.shape == (4, 8) and kept.is_contiguous()
+    assert torch.equal(kept, value[:4, :8])
     kept.view(torch.uint8).fill_(0x7F)
     assert turns[me]._data.view(me).eq(0x7F).all(), "wrote beside its place"
+
+
+def test_ones_own_tile_waits_in_its_place_among_slabs(events: list[tuple]) -> None:
+    config = dataclasses.replace(CONFIG, num_chunks=2)
+    turns = make_turns(scatter_shards("gemm_rs", (20, 20, 20), 40, 4, config, by_copies=True), 5)
+    turns[1]._data.view(1).fill_(0x7F)
+    value, out = torch.randn(16, 16), poisoned((20, 40), torch.float32)
+    _finish_kernel[(1,)](
+        value, out.data_ptr(), turns[1].table, 1, 20, 16, 16, 20, 40, 1, 0, stage_tile, make_spec()
+    )  # fmt: skip
+    assert not events and out.isnan().all() and not counters(turns[1]).any()
+    kept = turns[1].slab_at(1, 1, 0, torch.float32, 40)
+    assert kept.shape == (20, 32) and torch.equal(kept[16:, 16:], value[:4])
+    kept[16:, 16:].view(torch.uint8).fill_(0x7F)
+    assert turns[1]._data.view(1).eq(0x7F).all(), "wrote beside its place"
 
 
 @pytest.mark.parametrize("epoch", [5, 6])

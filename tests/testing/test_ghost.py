@@ -57,9 +57,10 @@ def test_calls_are_counted_by_op() -> None:
     assert (ghosts.num_calls("ag_gemm"), ghosts.num_calls("gemm_rs"), ghosts.num_calls("gemm")) == (3, 1, 0)
 
 
+@pytest.mark.parametrize("order", [None, [(1, 0), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]])
 @pytest.mark.parametrize("watch_staging", [True, False])
 def test_slabs_are_sent_when_as_much_has_been_staged_or_sent(
-    watch_staging: bool, monkeypatch: pytest.MonkeyPatch
+    watch_staging: bool, order: list[tuple[int, int]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every direction the order in which ranks come to each other; no ack before the last slab has come."""
     rows, num_columns = (3, 4, 0, 5), 40
@@ -83,14 +84,14 @@ def test_slabs_are_sent_when_as_much_has_been_staged_or_sent(
         ghosts, "_send", lambda source, chunk, to, slab: seen.append(("send", source, chunk, to, slab)), raising=True
     )
     partials = [[torch.randn(3, 32), torch.randn(3, 8)] for _ in rows]
-    ghosts.scatter_slabs(here, partials, watch_staging=watch_staging)
+    ghosts.scatter(here, partials, watch_staging=watch_staging, order=order)
     expected: list[tuple] = [("sending",)]
-    for slab in range(2):
-        for owner, source in ((1, 3), (2, 2), (3, 1)):
-            if rows[owner]:
-                expected.append(("wait", ("staged", owner, slab) if watch_staging else ("flag", owner, slab, 0), 7))
-            to = ("slot", 0, source, slab, torch.float32, num_columns)
-            expected += [("send", source, slab, to, partials[source][slab]), ("write", ("flag", 0, slab, source), 7)]
+    for owner, slab in order or [(owner, slab) for slab in range(2) for owner in (1, 2, 3)]:
+        source = {1: 3, 2: 2, 3: 1}[owner]
+        if rows[owner]:
+            expected.append(("wait", ("staged", owner, slab) if watch_staging else ("flag", owner, slab, 0), 7))
+        to = ("slot", 0, source, slab, torch.float32, num_columns)
+        expected += [("send", source, slab, to, partials[source][slab]), ("write", ("flag", 0, slab, source), 7)]
     expected.append(("answering",))
     for peer in (1, 2, 3):
         if rows[peer]:
@@ -175,15 +176,19 @@ class Scattering:
 
     def call(self, group: Group, ghosts: Ghosts, strategy: str) -> None:
         from tileflux.kernels.dense import pipelined_tiles
+        from tileflux.kernels.scatter import departures
 
-        tiles = pipelined_tiles(self.config)
-        plan = scatter_shards("gemm_rs", self.rows, self.weight.shape[0], 2, tiles, by_copies=True)
+        n, tiles = self.weight.shape[0], self.config if strategy == "fused" else pipelined_tiles(self.config)
+        plan = scatter_shards("gemm_rs", self.rows, n, 2, tiles, by_copies=True)
+        cuts = [slice(columns.start, columns.stop) for columns in plan.slabs(n)]
+        slabs = [[each[:, cut].contiguous().pin_memory() for cut in cuts] for each in self.sent]
+        order = [(owner, slab) for owner, slab, _ in departures(0, plan, tiles, n)]
         self.here = turn(group, plan)
         ghosts.start()
         ops.gemm_rs(
             self.x, self.weight, group=group, sizes=self.sizes, strategy=strategy, config=self.config, out=self.out
         )
-        ghosts.scatter(self.here, self.sent, watch_staging=strategy == "fused")
+        ghosts.scatter(self.here, slabs, watch_staging=strategy == "fused", order=order)
         ghosts.join()
 
     def check(self) -> None:
@@ -191,9 +196,11 @@ class Scattering:
 
     def check_received(self, epoch: int) -> None:
         for peer in range(1, len(self.rows)):
-            slot = self.here.slot(peer, 0, torch.bfloat16, self.weight.shape[0], epoch)[: self.rows[peer]]
-            first = sum(self.rows[:peer])
-            assert_close(slot.cuda(), self.exact[first : first + self.rows[peer]], reduction=self.k)
+            n, first = self.weight.shape[0], sum(self.rows[:peer])
+            for index, columns in enumerate(self.here.plan.slabs(n)):
+                slab = self.here.slab_at(peer, 0, index, torch.bfloat16, n)
+                exact = self.exact[first : first + self.rows[peer], columns.start : columns.stop]
+                assert_close(slab.cuda(), exact, reduction=self.k)
 
 
 OPS: dict[str, Any] = {"ag_gemm": Gathering, "gemm_rs": Scattering}

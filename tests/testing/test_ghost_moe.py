@@ -191,7 +191,7 @@ def test_ghosts_send_slabs_by_the_plan_of_the_op(
     played: list[Any] = []
     ghosts = SimpleNamespace(
         start=lambda: played.append("start"), num_calls=lambda op: 5,
-        scatter_slabs=lambda here, slabs, watch_staging: played.append((here.plan, slabs, watch_staging)),
+        scatter=lambda here, slabs, watch_staging: played.append((here.plan, slabs, watch_staging)),
         join=lambda: played.append("join"),
     )  # fmt: skip
     (group,) = tileflux.local_groups(1)

@@ -69,7 +69,12 @@ def test_streams_keep_their_order_and_wait_for_events() -> None:
 
 @triton.jit
 def _no_wait(flag, wanted, peer, guard, op):
-    """As if the peer had finished long ago."""
+    """As if all tiles had been counted long ago."""
+
+
+@triton.jit
+def _no_acks(table, wanted, WORLD: tl.constexpr):
+    """As if all peers had finished long ago."""
 
 
 @triton.jit
@@ -80,7 +85,7 @@ def _impatient_stage_sums(value, target, place, table, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _sum_of_whoever_is_there(flag, wanted, peer, table):
+def _sum_of_whoever_is_there(table, chunk, WORLD: tl.constexpr):
     """Does not wait."""
 
 
@@ -111,17 +116,14 @@ def _plant_flags_first(patch: Patch) -> None:
     patch.setattr(simulated_streams, "_copy_by_engine", copy)
 
 
+FUSED = ("gemm_rs fused", "gemm_rs fused, in slabs", "moe_gemm_rs fused")
+
 BUGS: dict[str, tuple[Callable[[Patch], None], tuple[str, ...]]] = {
-    "nobody waits for acks, nor for counts": (
-        lambda p: p.setattr(turn, "wait", _no_wait),
-        ("gemm_rs fused", "moe_gemm_rs fused"),
-    ),
-    "a sum waits for nobody": (
-        lambda p: p.setattr(steps, "await_word", _sum_of_whoever_is_there),
-        ("gemm_rs fused", "moe_gemm_rs fused"),
-    ),
-    "a shard is sent before its last tile": (_plant_close, ("gemm_rs fused", "moe_gemm_rs fused")),
-    "flags overtake what they announce": (_plant_flags_first, ("gemm_rs fused", "moe_gemm_rs fused")),
+    "nobody waits for counts": (lambda p: p.setattr(turn, "wait", _no_wait), FUSED),
+    "nobody waits for acks": (lambda p: p.setattr(turn, "await_acks", _no_acks), FUSED),
+    "a sum waits for nobody": (lambda p: p.setattr(steps, "await_everyone", _sum_of_whoever_is_there), FUSED),
+    "a shard is sent before its last tile": (_plant_close, FUSED),
+    "flags overtake what they announce": (_plant_flags_first, FUSED),
     "tokens are added up before their rows are there": (
         lambda p: p.setattr(combine, "COMBINE_STAGE", replace(combine.COMBINE_STAGE, finish=_impatient_stage_sums)),
         ("moe_gemm_rs fused",),

@@ -183,6 +183,25 @@ def test_few_rows_go_through_the_weight_together(
 
 
 @pytest.mark.parametrize(
+    ("m", "n", "link", "num_slabs"),
+    [
+        (1024, 12288, "PCIe", 1),  # 3 MB take as long as six gaps
+        (2048, 12288, "PCIe", 2),
+        (4096, 12288, "PCIe", 4),
+        (32768, 12288, "PCIe", 4),
+        (32768, 256, "PCIe", 1),  # one tile wide
+        (4096, 12288, "NVLink", 1),
+        (4096, 12288, "same GPU", 1),
+    ],
+)
+def test_shards_that_take_long_to_send_leave_in_slabs(m: int, n: int, link: str, num_slabs: int) -> None:
+    problem = GemmProblem("gemm_rs", m, n, 20480, 8, "bfloat16", link=link, **H100)
+    assert rule(problem).config.num_chunks == num_slabs
+    assert rule(dataclasses.replace(problem, op="gemm_ar")).config.num_chunks == 1
+    assert rule(dataclasses.replace(problem, arch=0)).config.num_chunks == 1
+
+
+@pytest.mark.parametrize(
     ("n", "link", "num_rows", "num_experts", "span"),
     [
         (4096, "PCIe", 32768, 32, 2),  # 128 rows of an expert from each rank

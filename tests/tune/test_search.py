@@ -130,6 +130,8 @@ def test_refinements() -> None:
     chunks = {each.config.num_chunks for each in refinements(H200, best)}
     assert chunks == {1, 2}, "512 rows a rank are two chunks of 256"
     assert {each.config.num_feeders for each in refinements(H200, best)} == {best.config.num_feeders}
+    departing = dataclasses.replace(H200, op="gemm_rs", n=1024, link="PCIe")
+    assert {each.config.num_chunks for each in refinements(departing, best)} == {1, 2, 4}, "slabs of a tile each"
     shared = refinements(dataclasses.replace(H200, link="same GPU"), best)
     assert {each.config.num_feeders for each in shared} == {2, 4, 8, 16, 32}
     assert best not in shared and len(set(shared)) == len(shared)

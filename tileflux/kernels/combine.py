@@ -18,7 +18,7 @@ import torch
 from tileflux.config import GROUPS, GemmConfig
 from tileflux.kernels import direct, gemm_host, slabs, steps
 from tileflux.kernels.beside import beside, join
-from tileflux.kernels.dense import copies_by_sms, multiply, num_feeders, sends_by_copies
+from tileflux.kernels.dense import copies_by_sms, load_slab_steps, multiply, num_feeders, sends_by_copies
 from tileflux.kernels.gemm_launch import launch_gemm
 from tileflux.kernels.gemm_shared import sms_for
 from tileflux.kernels.groups import Groups, sum_choices
@@ -92,7 +92,7 @@ def _multiply_by_slab(group: Group, here: Turn, operands: Operands, groups: Grou
     by_copies, num_slabs = here.plan.by_copies, len(here.plan.slabs(out.shape[1]))
     products = here.slab_rows(groups.capacity, out.dtype, out.shape[1])
     tiles = config if by_copies else _beside_feeders(group, config)
-    _load_steps(group, here, out)
+    load_slab_steps(group, here, out)
     load = partial(slabs.load, here, groups.index, products, world_size)
     load_once(group.device, ("slabs", world_size, out.dtype, products.shape[1]), load, group)
     part = _cut_slabs(group, operands, groups, products)
@@ -169,15 +169,10 @@ def _copy_sums(here: Turn, owner: int, slab: int, out: torch.Tensor) -> None:
     here.announce(owner, slab)
 
 
-def _load_steps(group: Group, here: Turn, out: torch.Tensor) -> None:
-    load = partial(steps.load_for_slabs, here, out, group.world_size)
-    load_once(group.device, ("steps by slab", group.world_size, out.dtype), load, group)
-
-
 def _send_finished(group: Group, here: Turn, operands: Operands, config: GemmConfig) -> None:
     """Add up into the owners' memory, and there, when all ranks' have come, in a launch of its own."""
     out = operands.out
-    _load_steps(group, here, out)
+    load_slab_steps(group, here, out)
     steps.launch_open(here, group.world_size)
     launch_gemm(operands, COMBINE_SEND, config, group=group, turn=here)
     _sum_sent(group, here, out)
@@ -197,7 +192,7 @@ def _sum_sent(group: Group, here: Turn, out: torch.Tensor) -> None:
 def _copy_finished(group: Group, here: Turn, operands: Operands, config: GemmConfig) -> None:
     """Add up into memory of one's own, from which the copy engine sends each owner's slab as soon as it is complete."""
     out, rank, world_size, rows = operands.out, group.rank, group.world_size, here.plan.rows
-    _load_steps(group, here, out)
+    load_slab_steps(group, here, out)
     here.count_call()
     steps.launch_open(here, world_size)
     opened = torch.cuda.current_stream(group.device).record_event()

@@ -38,6 +38,7 @@ __all__ = [
     "copies_by_sms",
     "gather_rows",
     "is_plain_product",
+    "load_slab_steps",
     "load_steps",
     "multiply",
     "num_feeders",
@@ -339,7 +340,7 @@ def _copy_chunks(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tenso
 @functools.lru_cache(maxsize=1024)
 def pipelined_tiles(config: GemmConfig) -> GemmConfig:
     """Tiles as large as they go: one announcement per shard, and on the CPU one product."""
-    return dataclasses.replace(config, block_m=1024, block_n=1024)
+    return dataclasses.replace(config, block_m=1024, block_n=1024, num_chunks=1)
 
 
 def num_feeders(group: Group, config: GemmConfig) -> int:
@@ -352,6 +353,12 @@ def load_steps(group: Group, here: Turn, part: Operands) -> None:
     key = ("steps", group.world_size, part.scale_x is not None, part.out.dtype)
     load = partial(steps.load, here, part.x, part.scale_x, part.out, group.world_size)
     load_once(group.device, key, load, group)
+
+
+def load_slab_steps(group: Group, here: Turn, out: torch.Tensor) -> None:
+    """Load those that send and sum slab by slab."""
+    load = partial(steps.load_for_slabs, here, out, group.world_size)
+    load_once(group.device, ("steps by slab", group.world_size, out.dtype), load, group)
 
 
 def _load_later_parts(

@@ -6,13 +6,14 @@ fused       one kernel, whose tiles leave as they are finished. Who sends, and w
 
     SMs store tiles at their owners, which sum in the same launch
     SMs store them there, and a launch of its own sums (``GemmConfig.sums_apart``)
-    the copy engine brings shards there, where it needs no SM, and a launch of its own sums
+    the copy engine brings shards there, or slabs of them, where it needs no SM, and a launch of its own sums
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from functools import partial
 
@@ -25,6 +26,7 @@ from tileflux.kernels.beside import beside, join
 from tileflux.kernels.dense import (
     copies_by_sms,
     is_plain_product,
+    load_slab_steps,
     load_steps,
     multiply,
     num_feeders,
@@ -39,11 +41,22 @@ from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import reduce_plan
 from tileflux.kernels.reduce import reduce
 from tileflux.kernels.roles import SCATTER, SEND, SPREAD, STAGE
-from tileflux.kernels.shards import scatter_shards, spread_shards
+from tileflux.kernels.shards import ShardPlan, scatter_shards, spread_shards
 from tileflux.kernels.turns import Turn, turn
+from tileflux.lang.schedule import departing_bands
 from tileflux.symm.group import Group
 
-__all__ = ["behind_count", "num_summers", "own_part", "pull_sums", "run_scatter", "run_spread", "sum_all", "swap_sums"]
+__all__ = [
+    "behind_count",
+    "departures",
+    "num_summers",
+    "own_part",
+    "pull_sums",
+    "run_scatter",
+    "run_spread",
+    "sum_all",
+    "swap_sums",
+]
 
 
 def run_scatter(
@@ -155,9 +168,11 @@ def _copy_finished(
 ) -> Launched | None:
     """Multiply into memory of one's own, from which the copy engine sends each shard as soon as it is complete."""
     out, rank = operands.out, group.rank
-    plan = scatter_shards("gemm_rs", rows, out.shape[1], out.element_size(), pipelined_tiles(config), by_copies=True)
-    here = turn(group, plan)
+    tiles = config if strategy == "fused" else pipelined_tiles(config)
+    here = turn(group, scatter_shards("gemm_rs", rows, out.shape[1], out.element_size(), tiles, by_copies=True))
     load_steps(group, here, operands)
+    if here.plan.slab_columns:
+        load_slab_steps(group, here, out)
     given = (group, here, operands.x, operands.scale_x, out)
     _open_counted(*given)
     if strategy == "fused":
@@ -191,24 +206,37 @@ def _open_counted(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tens
 def _send_counted(
     config: GemmConfig, group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """Send each shard when its tiles have been counted; then sum."""
-    rows, num_columns = here.plan.rows, -(-out.shape[1] // config.block_n)
-    owners = [owner for owner in _others(group) if rows[owner]]
-    for owner in owners:
-        num_tiles = -(-rows[owner] // config.block_m) * num_columns
-        with behind_count(group, here, here.opened, owner, num_tiles):
-            _send_shard(here, owner, out)
-    if owners:
+    """Send each shard, or slab of one, when its tiles have been counted; then sum."""
+    for owner, index, num_tiles in departures(group.rank, here.plan, config, out.shape[1]):
+        if num_tiles:
+            with behind_count(group, here, here.opened, owner, num_tiles, index):
+                _send_slab(here, owner, index, out)
+    if any(here.plan.rows[owner] for owner in _others(group)):
         join(group, closing=True)
     _sum_copied(group, here, out)
 
 
+@functools.lru_cache(maxsize=1024)
+def departures(rank: int, plan: ShardPlan, config: GemmConfig, num_columns: int) -> tuple[tuple[int, int, int], ...]:
+    """(owner, slab, its tiles, if any) of all that leaves, in the order in which ``departure_order`` completes it."""
+    slabs, world_size = plan.slabs(num_columns), len(plan.rows)
+    found = []
+    for band in departing_bands(world_size - 1, config.span, config.alone):
+        owners = [(rank + 1 + place) % world_size for place in band]
+        for index, columns in enumerate(slabs):
+            across = -(-len(columns) // config.block_n)
+            found += [(owner, index, -(-plan.rows[owner] // config.block_m) * across) for owner in owners]
+    return tuple(found)
+
+
 def _sum_copied(group: Group, here: Turn, out: torch.Tensor) -> None:
     # Before what has been sent is waited for: peers' sums come at the same time, the other way.
-    if here.plan.rows[group.rank]:
-        steps.launch_sum(here, out, num_summers(group), group.world_size)
-    else:
+    if not here.plan.rows[group.rank]:
         steps.launch_release(here, group.world_size)  # nobody sends
+    elif here.plan.slab_columns:
+        steps.launch_sum_slabs(here, out, num_summers(group), group.world_size)
+    else:
+        steps.launch_sum(here, out, num_summers(group), group.world_size)
     join(group)
 
 
@@ -237,6 +265,12 @@ def _send_shard(here: Turn, owner: int, out: torch.Tensor) -> None:
         shard = here.shard_to_send(owner, out.dtype, out.shape[1])
         here.shard_sent(owner, out.dtype, out.shape[1]).copy_(shard, non_blocking=True)
         here.announce(owner, 0)
+
+
+def _send_slab(here: Turn, owner: int, index: int, out: torch.Tensor) -> None:
+    slab = here.staged_slab(owner, index, out.dtype, out.shape[1])
+    here.slab_at(owner, here.rank, index, out.dtype, out.shape[1]).copy_(slab, non_blocking=True)
+    here.announce(owner, index)
 
 
 def own_part(operands: Operands, num_rows: int) -> Operands:

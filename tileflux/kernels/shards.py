@@ -60,7 +60,9 @@ class ShardPlan:
         return range(min(self.rows[rank], index * self.chunk_rows), min(self.rows[rank], (index + 1) * self.chunk_rows))
 
     def slabs(self, num_columns: int) -> list[range]:
-        """The columns of every slab; none is empty."""
+        """The columns of every slab, or all of them where there are none; none is empty."""
+        if not self.slab_columns:
+            return [range(num_columns)]
         firsts = range(0, num_columns, self.slab_columns)
         return [range(first, min(num_columns, first + self.slab_columns)) for first in firsts]
 
@@ -99,12 +101,25 @@ def swap_shards(op: str, world_size: int, nbytes: int, num_programs: int) -> Sha
 def scatter_shards(
     op: str, rows: tuple[int, ...], num_columns: int, itemsize: int, config: GemmConfig, by_copies: bool = False
 ) -> ShardPlan:
-    """Reduce-scatter: twice a slot per source for the rows one owns, a flag per tile of them."""
+    """Reduce-scatter: twice a slot per source for the rows one owns, a flag per tile of them.
+
+    By copies, a flag per slab of a shard, of which there are ``config.num_chunks``.
+    """
     longest = max(1, *rows)
     slot_bytes = _round_up(longest * num_columns * itemsize, 16)
-    num_flags = -(-longest // config.block_m) * -(-num_columns // config.block_n)
+    across = -(-num_columns // config.block_n)
     data_bytes = 2 * _round_up(len(rows) * slot_bytes, ALIGNMENT)
-    return ShardPlan(op, rows, 1, longest, num_flags, data_bytes, slot_bytes, by_copies=by_copies)
+    if not by_copies:
+        return ShardPlan(op, rows, 1, longest, -(-longest // config.block_m) * across, data_bytes, slot_bytes)
+    slab_columns = 0 if config.num_chunks == 1 else _whole_tiles(across, config)
+    return ShardPlan(
+        op, rows, 1, longest, MAX_CHUNKS, data_bytes, slot_bytes, by_copies=True, slab_columns=slab_columns
+    )
+
+
+def _whole_tiles(num_tiles: int, config: GemmConfig) -> int:
+    """Columns of one of ``config.num_chunks`` slabs, or fewer, of so many tiles."""
+    return max(1, -(-num_tiles // config.num_chunks)) * config.block_n
 
 
 @functools.lru_cache(maxsize=4096)
@@ -135,8 +150,7 @@ def combine_shards(
     plan = scatter_shards(op, rows, num_columns, itemsize, config)
     plan = dataclasses.replace(plan, staging_bytes=capacity * num_columns * itemsize)
     if by_slab or by_copies:
-        num_tiles = -(-num_columns // config.block_n)
-        slab_columns = max(1, -(-num_tiles // config.num_chunks)) * config.block_n
+        slab_columns = _whole_tiles(-(-num_columns // config.block_n), config)
         plan = dataclasses.replace(plan, num_flags=MAX_CHUNKS, slab_columns=slab_columns)
     if by_copies:
         staging_bytes = len(rows) * plan.slot_bytes + plan.staging_bytes

@@ -25,6 +25,7 @@ from tileflux.symm.stream_copy import write_flag
 __all__ = ["Turn", "is_in_place", "turn"]
 
 _MAX_TURNS = 1024
+_NO_SLABS = 2**30  # columns, and more than there are
 _own: weakref.WeakKeyDictionary[Group, list[torch.Tensor]] = weakref.WeakKeyDictionary()
 _turns: weakref.WeakKeyDictionary[Group, dict[ShardPlan, Turn]] = weakref.WeakKeyDictionary()
 _tables: weakref.WeakKeyDictionary[Group, DeviceTables] = weakref.WeakKeyDictionary()
@@ -156,6 +157,7 @@ class Turn:
         if plan.staging_bytes:
             words[TABLE.staging] = self.own.data_ptr() - self._data.address(self.rank)
         words[TABLE.scales] = plan.scales
+        words[TABLE.slab_columns] = plan.slab_columns or _NO_SLABS
         addresses = (region.address(rank) for region in (self._control, self._flags, self._data) for rank in ranks)
         return [*words, *plan.rows, *plan.first_rows, *addresses]
 
@@ -232,6 +234,12 @@ class Turn:
     def shard_sent(self, owner: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
         """Where they go."""
         return self.slot(owner, self.rank, dtype, num_columns, 0)[: self.plan.rows[owner]]
+
+    @_made_once
+    def staged_slab(self, owner: int, index: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
+        """A slab of them, where a shard is staged slab by slab; ``slab_at`` is where it goes."""
+        shard = self.shard_to_send(owner, dtype, num_columns).view(-1).view(torch.uint8)
+        return self._slab(shard, owner, index, dtype, num_columns)
 
     @_made_once
     def slab_to_send(self, owner: int, index: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:

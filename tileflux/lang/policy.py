@@ -16,6 +16,7 @@ from tileflux.lang.turn import (
     HALF_BYTES,
     OP,
     RANK,
+    SLAB_COLUMNS,
     SLOT_BYTES,
     STAGING,
     ack_word,
@@ -141,13 +142,21 @@ def stage_tile(value, out, place, table, SPEC: tl.constexpr):
     # Nothing is summed here: who waits for the last shard with tiles left to multiply would do both after it has come.
     rank = word(table, RANK)
     owner, first_row, row, column, num_rows, N, _, _ = place
+    # A shard lies slab by slab, so that each can leave, in one piece, as soon as it is complete.
+    slab_columns = word(table, SLAB_COLUMNS)
+    slab = column // slab_columns
+    first_column = slab * slab_columns
+    width = min(N - first_column, slab_columns)
+    before = num_rows.to(tl.int64) * first_column
     if owner != rank:
-        staging = data(table, rank, SPEC.world_size) + tl.load(table + STAGING)
-        store_block(value, staging, first_row + row, column, first_row + num_rows, N, SPEC)
-        count(counter_word(table, rank, owner, 0, SPEC.world_size))
+        to = data(table, rank, SPEC.world_size) + tl.load(table + STAGING)
+        before += first_row.to(tl.int64) * N
     else:
-        epoch = current_epoch(table, SPEC.world_size)
-        store_block(value, slot(table, rank, rank, epoch, SPEC.world_size), row, column, num_rows, N, SPEC)
+        to = slot(table, rank, rank, current_epoch(table, SPEC.world_size), SPEC.world_size)
+    to += before * (SPEC.out_type.primitive_bitwidth // 8)
+    store_block(value, to, row, column - first_column, num_rows, width, SPEC)
+    if owner != rank:
+        count(counter_word(table, rank, owner, slab, SPEC.world_size))
 
 
 @triton.jit

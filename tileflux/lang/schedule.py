@@ -18,6 +18,7 @@ what a peer waits for. Fewer than ``span`` chunks that are left over join the ba
 weight for themselves.
 """
 
+import itertools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -26,6 +27,7 @@ import triton
 
 __all__ = [
     "arrival_order",
+    "departing_bands",
     "departure_order",
     "grouped",
     "replay",
@@ -135,6 +137,17 @@ def _shard_order(step, first, num_shards, num_chunks, split, departs, num_m, num
     m, n = grouped(index - below * chunk_tiles, height * num_m, num_n, group_m)
     chunk = begin + below + m // num_m
     return (first + chunk // num_chunks) % num_shards, chunk % num_chunks, m % num_m, n, 0
+
+
+def departing_bands(count: int, span: int, alone: int) -> list[range]:
+    """The bands of ``departure_order``: which of ``count`` peers' chunks, in its order, are completed together."""
+    rest = max(0, count - alone)
+    num_bands = max(rest // span, 1) if rest else 0
+    heights = [span] * (num_bands - 1)
+    if rest:
+        heights.insert(0, rest - sum(heights))
+    firsts = list(itertools.accumulate([*heights, *[1] * (count - rest)], initial=0))
+    return [range(begin, end) for begin, end in itertools.pairwise(firsts)]
 
 
 def replay(order: Callable[..., Any]) -> Callable[..., Any]:

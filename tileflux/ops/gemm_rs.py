@@ -116,7 +116,7 @@ def _multiply(inputs: _dense.Inputs, group: Group, known: _dense.Known, out: tor
     (problem, choice, kind), rows = known.decided, known.rows
     num_columns = problem.n
     out = check_out("gemm_rs", out, (rows[group.rank], num_columns), x, dtype=kind, others=(weight, bias))
-    tile = (choice.config.block_m, choice.config.block_n)
+    tile = (choice.config.block_m, choice.config.block_n, choice.config.num_chunks)
     begin("gemm_rs", group, (rows, num_columns, x.dtype, kind, choice.strategy, tile, bias is None))
     if 0 not in (problem.m, num_columns):
         operands = _dense.make_operands(inputs, out, adds_bias=group.rank == 0)

@@ -282,6 +282,7 @@ PROTOCOLS: dict[str, tuple[Call, ...]] = {
     "moe_gemm_rs pipelined": _with(_COMBINE, strategy="pipelined"),
     "gemm_rs fused": _SCATTER,
     "gemm_rs fused, summed apart": _with(_SCATTER, config=APART),
+    "gemm_rs fused, in slabs": _with(_SCATTER, columns=40, config=replace(SLABS, span=2, alone=1)),
     "gemm_rs pipelined": _with(_SCATTER, strategy="pipelined"),
     "gemm_rs sequential": _with(_SCATTER, strategy="sequential"),
     "gemm_ar one_shot": _SPREAD,
@@ -292,7 +293,7 @@ PROTOCOLS: dict[str, tuple[Call, ...]] = {
 }
 """What is simulated, by name."""
 
-BY_COPIES = ("gemm_rs fused", "moe_gemm_rs fused", "moe_gemm_rs pipelined")
+BY_COPIES = ("gemm_rs fused", "gemm_rs fused, in slabs", "moe_gemm_rs fused", "moe_gemm_rs pipelined")
 """Those of them that can be simulated with what is sent going by the copy engine."""
 
 _ONE_OF_EACH_OP = {"many tiles": _MANY_TILES[:3], "mixed": (_MIXED[0], _MIXED[3], _MIXED[2])}

@@ -94,48 +94,36 @@ class Ghosts:
                     stream_wait(here.flag(peer, last), epoch + 1)
                 stream_write(here.ack(rank, peer), epoch + 1)
 
-    def scatter(self, here: Turn, partials: Sequence[torch.Tensor], *, watch_staging: bool) -> None:
-        """Send every ghost's partial sums of the real rank's rows, pinned ``[m, N]`` by source; take its own for them.
+    def scatter(
+        self,
+        here: Turn,
+        partials: Sequence[Sequence[torch.Tensor]],
+        *,
+        watch_staging: bool,
+        order: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        """Send every ghost's partial sums of the real rank's rows, and take its own for them.
 
-        A ghost sends when it would have computed them: when the real rank has computed as many. With
+        ``partials`` are pinned ``[m, columns of the slab]``, by source and slab; a single slab has all columns. A ghost
+        sends one when it would have computed it: when the real rank has computed the same slab for the owner that it
+        comes to at that step, in the ``order`` of (owner, slab), or one slab for all owners after the other. With
         ``watch_staging`` that is told by the word behind its tiles, else by the flag behind its copy, a little later.
         """
         rank, world_size, plan = self.group.rank, self.group.world_size, here.plan
         epoch = self._next(plan.op)
-        num_rows, num_columns = partials[rank].shape
-        with torch.cuda.stream(self._sending):
-            for hop in range(world_size - 1):
-                owner, source = (rank + 1 + hop) % world_size, (rank - 1 - hop) % world_size
-                if plan.rows[owner]:
-                    stream_wait(here.staged(owner) if watch_staging else here.flag(owner, 0), epoch + 1)
-                slot = here.slot(rank, source, partials[rank].dtype, num_columns, epoch)
-                self._send(source, 0, slot[:num_rows], partials[source])
-                stream_write(here.flag(rank, 0, source), epoch + 1)
-        with torch.cuda.stream(self._answering):
-            for peer in ((rank + hop) % world_size for hop in range(1, world_size)):
-                if plan.rows[peer]:
-                    stream_wait(here.flag(peer, 0), epoch + 1)
-                stream_write(here.ack(rank, peer), epoch + 1)
-
-    def scatter_slabs(self, here: Turn, partials: Sequence[Sequence[torch.Tensor]], *, watch_staging: bool) -> None:
-        """As ``scatter``, slab by slab: pinned ``[m, columns of the slab]`` by source and slab.
-
-        A ghost sends a slab when the real rank has staged, or sent, the same one for the owner that it comes to at that
-        step.
-        """
-        rank, world_size, plan = self.group.rank, self.group.world_size, here.plan
-        epoch = self._next(plan.op)
         num_columns = sum(slab.shape[1] for slab in partials[rank])
+        if order is None:
+            owners = [(rank + hop) % world_size for hop in range(1, world_size)]
+            order = [(owner, index) for index in range(len(partials[rank])) for owner in owners]
         with torch.cuda.stream(self._sending):
-            for index in range(len(partials[rank])):
-                for hop in range(world_size - 1):
-                    owner, source = (rank + 1 + hop) % world_size, (rank - 1 - hop) % world_size
-                    if plan.rows[owner]:
-                        told = here.staged(owner, index) if watch_staging else here.flag(owner, index)
-                        stream_wait(told, epoch + 1)
-                    slab = partials[source][index]
-                    self._send(source, index, here.slab_at(rank, source, index, slab.dtype, num_columns), slab)
-                    stream_write(here.flag(rank, index, source), epoch + 1)
+            for owner, index in order:
+                source = (2 * rank - owner) % world_size  # as far before the real rank as the owner is behind it
+                if plan.rows[owner]:
+                    told = here.staged(owner, index) if watch_staging else here.flag(owner, index)
+                    stream_wait(told, epoch + 1)
+                slab = partials[source][index]
+                self._send(source, index, here.slab_at(rank, source, index, slab.dtype, num_columns), slab)
+                stream_write(here.flag(rank, index, source), epoch + 1)
         last = len(partials[rank]) - 1
         with torch.cuda.stream(self._answering):
             for peer in ((rank + hop) % world_size for hop in range(1, world_size)):

@@ -18,7 +18,8 @@ from tileflux import ops
 from tileflux.config import GemmConfig
 from tileflux.kernels.dense import pipelined_tiles
 from tileflux.kernels.plan import split_rows
-from tileflux.kernels.shards import gather_shards, scatter_shards
+from tileflux.kernels.scatter import departures
+from tileflux.kernels.shards import ShardPlan, gather_shards, scatter_shards
 from tileflux.kernels.turns import Turn, turn
 from tileflux.symm.group import Group
 from tileflux.testing.contenders import Contender, Shape, Suite, draw, product
@@ -364,28 +365,47 @@ class GhostScatter(GhostTask):
         torch.sum(self._slots, 0, out=self.out)
 
     def play(self, strategy: str, config: GemmConfig, asked: dict[str, Any]) -> Callable[[], None]:
-        # Whole shards, whatever the tiles: they are sent by copies.
-        tiles = pipelined_tiles(config)
-        plan = scatter_shards(self.op, self.rows, self.shape[1], self.dtype.itemsize, tiles, by_copies=True)
-        here = turn(self.group, plan)
+        n = self.shape[1]
+        tiles = config if strategy == "fused" else pipelined_tiles(config)
+        here = turn(self.group, scatter_shards(self.op, self.rows, n, self.dtype.itemsize, tiles, by_copies=True))
+        slabs = self.by_slab(here.plan)
+        order = [(owner, index) for owner, index, _ in departures(self.rank, here.plan, tiles, n)]
 
         def call() -> None:
             self.here, self.epoch = here, self.ghosts.num_calls(self.op)
             self.ghosts.start()
             ops.gemm_rs(self.x, self.weight, group=self.group, **asked)
-            self.ghosts.scatter(here, self.partials, watch_staging=strategy == "fused")
+            self.ghosts.scatter(here, slabs, watch_staging=strategy == "fused", order=order)
             self.ghosts.join()
 
         return call
 
+    def by_slab(self, plan: ShardPlan) -> list[list[torch.Tensor]]:
+        """The partial sums of each source as they are sent, pinned."""
+        cuts = [slice(columns.start, columns.stop) for columns in plan.slabs(self.shape[1])]
+        if len(cuts) == 1:
+            return [[part] for part in self.partials]
+        return [[part[:, cut].clone(memory_format=torch.contiguous_format).pin_memory() for cut in cuts]
+                for part in self.partials]  # fmt: skip
+
     def departed(self, peer: int) -> torch.Tensor:
+        """Slab by slab, whatever its shape says."""
         assert self.here is not None
         return self.here.slot(peer, self.rank, self.dtype, self.shape[1], self.epoch)[: self.rows[peer]]
 
+    def num_terms(self) -> int:
+        """Of which a partial sum is made."""
+        return self.x.shape[1]
+
     def check_departed(self) -> None:
+        assert self.here is not None
+        n = self.shape[1]
         for peer in self.peers:
-            received, exact = self.departed(peer).to(self.device), self.exact[self.place(peer)]
-            assert_close(received, exact, reduction=self.x.shape[1], what=f"partial sums for rank {peer}")
+            exact = self.exact[self.place(peer)]
+            for index, columns in enumerate(self.here.plan.slabs(n)):
+                received = self.here.slab_at(peer, self.rank, index, self.dtype, n).to(self.device)
+                what = f"sums for rank {peer}, slab {index}"
+                assert_close(received, exact[:, columns.start : columns.stop], reduction=self.num_terms(), what=what)
 
 
 _played: weakref.WeakKeyDictionary[Group, Ghosts] = weakref.WeakKeyDictionary()

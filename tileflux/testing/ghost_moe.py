@@ -13,7 +13,7 @@ import torch
 
 from tileflux import ops
 from tileflux.config import GemmConfig, GemmProblem
-from tileflux.kernels.shards import ShardPlan, combine_shards, gather_shards, slab_shards
+from tileflux.kernels.shards import combine_shards, gather_shards, slab_shards
 from tileflux.kernels.turns import turn
 from tileflux.ops._dense import config_text
 from tileflux.ops.moe_gemm_rs import slab_tiles
@@ -221,27 +221,14 @@ class GhostMoeScatter(_WithExperts, GhostScatter):
             self.here, self.epoch = here, self.ghosts.num_calls(self.op)
             self.ghosts.start()
             ops.moe_gemm_rs(self.x, self.weight, self.routing, **how)
-            self.ghosts.scatter_slabs(here, slabs, watch_staging=strategy == "fused")
+            self.ghosts.scatter(here, slabs, watch_staging=strategy == "fused")
             self.ghosts.join()
 
         return call
-
-    def by_slab(self, plan: ShardPlan) -> list[list[torch.Tensor]]:
-        """The partial sums of each source as they are sent, pinned."""
-        cuts = [slice(columns.start, columns.stop) for columns in plan.slabs(self.shape[1])]
-        return [[part[:, cut].clone(memory_format=torch.contiguous_format).pin_memory() for cut in cuts]
-                for part in self.partials]  # fmt: skip
 
     def check(self) -> None:
         # A sum of as many products as a token has choices.
         assert_close(self.out, self.expected, reduction=self._terms, what=self.op)
 
-    def check_departed(self) -> None:
-        assert self.here is not None
-        n = self.shape[1]
-        for peer in self.peers:
-            exact = self.exact[self.place(peer)]
-            for index, columns in enumerate(self.here.plan.slabs(n)):
-                received = self.here.slab_at(peer, self.rank, index, self.dtype, n).to(self.device)
-                what = f"sums for rank {peer}, slab {index}"
-                assert_close(received, exact[:, columns.start : columns.stop], reduction=self._terms, what=what)
+    def num_terms(self) -> int:
+        return self._terms

@@ -51,6 +51,8 @@ _SCATTERS = ("gemm_rs", "gemm_ar", "moe_gemm_rs")
 _SHARDED = ("ag_gemm", "gemm_rs", "gemm_ar")
 _SPAN_ROWS = 256
 _ROWS_ENOUGH = 1024  # for one pass through the weight
+_SLAB_S = 60e-6  # on the link; six times the gap
+_MOST_SLABS = 4
 _num_readings = 0
 _TILE_SPEEDS = {(128, 256): 1.0, (128, 128): 0.94, (64, 128): 0.8}
 """How quickly an SM multiplies with them, docs/measured.md; in the order in which they are preferred."""
@@ -125,6 +127,8 @@ def rule(problem: GemmProblem) -> Choice:
             strategy = "fused"
             reason = f"each rank takes in {incoming} bytes of partial sums: one step costs less than two"
     config = _tiles(problem)
+    if problem.op == "gemm_rs":
+        config = dataclasses.replace(config, num_chunks=_num_slabs(problem, config.block_n))
     if problem.link == "same GPU" and problem.op in _SCATTERS:
         # A program that waits holds an SM that the rank which is waited for may need, and one that does not get an SM
         # must not be what others wait for.
@@ -281,6 +285,18 @@ def _large_tiles(problem: GemmProblem, block_k: int, num_feeders: int) -> GemmCo
         group_m=16 if hopper else 8, num_warps=4 if (block_m, block_n) == (64, 128) else 8, num_stages=4,
         num_feeders=num_feeders, hopper=hopper, **_bands(problem),
     )  # fmt: skip
+
+
+def _num_slabs(problem: GemmProblem, block_n: int) -> int:
+    """In how many a shard's sums leave: what is complete last should be little, but there is a gap behind each copy.
+
+    By what all ranks know alone: they may differ in K, and must not in this.
+    """
+    if not problem.arch or problem.link not in _LINK_BYTES_PER_S or problem.world_size == 1:
+        return 1
+    shard_bytes = problem.rows_per_rank * problem.n * max(2, ITEMSIZE[problem.dtype])
+    wanted = int(shard_bytes / _LINK_BYTES_PER_S[problem.link] / _SLAB_S)
+    return max(1, min(_MOST_SLABS, problem.n // block_n, wanted))
 
 
 def _bands(problem: GemmProblem) -> dict[str, Any]:

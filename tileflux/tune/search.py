@@ -105,6 +105,8 @@ def refinements(problem: GemmProblem, best: Candidate) -> list[Candidate]:
         chunks += [count for count in (1, 2, 4, 8) if count * _CHUNK_ROWS <= problem.rows_per_rank]
         if problem.link == "same GPU":  # elsewhere the copy engine feeds
             feeders += [count for count in (2, 4, 8, 16, 32) if 2 * count <= problem.num_sms]
+    elif problem.op == "gemm_rs" and problem.link != "same GPU" and best.strategy == "fused":
+        chunks += [count for count in (1, 2, 4, 8) if count * best.config.block_n <= problem.n]  # slabs
     groups = [best.config.group_m, *((4, 8, 16) if problem.arch and best.strategy != "pipelined" else ())]
     # One number at a time: their best values hardly depend on each other.
     changes: list[tuple[str, Any]] = [("num_chunks", each) for each in chunks]
