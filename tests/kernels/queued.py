@@ -36,11 +36,12 @@ class Queued:
         for place in (module, dense):
             patch.setattr(place, "load_once", lambda *arguments: self.seen.append(("load",)), raising=False)
         patch.setattr(module, "launch_gemm", self._launch)
-        patch.setattr(module, "join", self._join)
         patch.setattr(module, "num_summers", lambda group: 6)
         for place in (module, scatter):
             patch.setattr(place, "beside", self._beside, raising=False)
-        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=self._record))
+            patch.setattr(place, "join", self._join)
+        stream = SimpleNamespace(record_event=self._record, wait_event=self._wait)
+        patch.setattr(torch.cuda, "current_stream", lambda device: stream)
         names = ("launch_open", "launch_close", "launch_await_everyone")
         for name in (*names, "launch_sum", "launch_sum_slabs", "launch_release"):
             patch.setattr(steps, name, self._step(name))
@@ -52,6 +53,28 @@ class Queued:
         self._num_events += 1
         self.seen.append((self._stream, "event", self._num_events))
         return str(self._num_events)
+
+    def _wait(self, event: str) -> None:
+        self.seen.append((self._stream, "after", int(event)))
+
+    def sent(self, leaving: list[tuple[int, int, int]], opened: int = 1) -> list[tuple]:
+        """What is queued where each (owner, slab) is sent behind its count: of four at a time, counts first."""
+        expected: list[tuple] = []
+        for first in range(0, len(leaving), 4):
+            some, number = leaving[first : first + 4], opened + 1 + first
+            expected.append(("closing", "after", opened))
+            for place, (owner, slab, num_tiles) in enumerate(some):
+                expected += [
+                    ("closing", "launch_close", owner, num_tiles, slab), ("closing", "event", number + place)
+                ]  # fmt: skip
+            expected.append(("sending", "after", opened))
+            for place, (owner, slab, _) in enumerate(some):
+                expected += [
+                    ("sending", "after", number + place),
+                    ("sending", "copy", owner, self.group.rank, slab, ("staged", owner, slab)),
+                    ("sending", "flag", owner, slab),
+                ]
+        return expected
 
     def _step(self, name: str) -> Any:
         def launch(here: Any, *arguments: Any, chunk: int = 0) -> None:

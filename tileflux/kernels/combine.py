@@ -28,7 +28,7 @@ from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import reduce_plan
 from tileflux.kernels.reduce import reduce
 from tileflux.kernels.roles import COMBINE, COMBINE_SEND, COMBINE_STAGE, PLAIN
-from tileflux.kernels.scatter import behind_count, num_summers, own_part
+from tileflux.kernels.scatter import num_summers, own_part, send_counted
 from tileflux.kernels.shards import combine_shards, slab_shards
 from tileflux.kernels.turns import Turn, turn
 from tileflux.symm.group import Group
@@ -109,7 +109,7 @@ def _multiply_by_slab(group: Group, here: Turn, operands: Operands, groups: Grou
             if not by_copies:
                 slabs.launch_push_slab(here, products, slab, num_feeders(group, config), world_size)
             for owner in owners if by_copies else ():
-                _copy_sums(here, owner, slab, out)
+                _copy_sums(here, out, owner, slab)
     if by_copies:
         _sum_copied(group, here, out)
     else:
@@ -163,7 +163,7 @@ def _beside_feeders(group: Group, config: GemmConfig) -> GemmConfig:
     return dataclasses.replace(config, num_sms=num_sms) if config.num_sms is None and num_sms >= 2 else config
 
 
-def _copy_sums(here: Turn, owner: int, slab: int, out: torch.Tensor) -> None:
+def _copy_sums(here: Turn, out: torch.Tensor, owner: int, slab: int) -> None:
     sums = here.slab_to_send(owner, slab, out.dtype, out.shape[1])
     here.slab_at(owner, here.rank, slab, out.dtype, out.shape[1]).copy_(sums, non_blocking=True)
     here.announce(owner, slab)
@@ -200,13 +200,12 @@ def _copy_finished(group: Group, here: Turn, operands: Operands, config: GemmCon
     launch_gemm(operands, COMBINE_STAGE, config, group=group, turn=here)
     owners = [owner for hop in range(1, world_size) if rows[owner := (rank + hop) % world_size]]
     # In the order in which ``slab_order`` comes to them.
-    for slab, columns in enumerate(here.plan.slabs(out.shape[1])):
-        for owner in owners:
-            num_tiles = -(-rows[owner] // config.block_m) * -(-len(columns) // config.block_n)
-            with behind_count(group, here, opened, owner, num_tiles, slab):
-                _copy_sums(here, owner, slab, out)
-    if owners:
-        join(group, closing=True)
+    leaving = [
+        (owner, slab, -(-rows[owner] // config.block_m) * -(-len(columns) // config.block_n))
+        for slab, columns in enumerate(here.plan.slabs(out.shape[1]))
+        for owner in owners
+    ]
+    send_counted(group, here, opened, leaving, partial(_copy_sums, here, out))
     _sum_copied(group, here, out)
 
 

@@ -11,10 +11,9 @@ fused       one kernel, whose tiles leave as they are finished. Who sends, and w
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -47,16 +46,18 @@ from tileflux.lang.schedule import departing_bands
 from tileflux.symm.group import Group
 
 __all__ = [
-    "behind_count",
     "departures",
     "num_summers",
     "own_part",
     "pull_sums",
     "run_scatter",
     "run_spread",
+    "send_counted",
     "sum_all",
     "swap_sums",
 ]
+
+_CLOSED_AT_ONCE = 4  # few, so that the first of them is not held up by the host
 
 
 def run_scatter(
@@ -207,12 +208,8 @@ def _send_counted(
     config: GemmConfig, group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """Send each shard, or slab of one, when its tiles have been counted; then sum."""
-    for owner, index, num_tiles in departures(group.rank, here.plan, config, out.shape[1]):
-        if num_tiles:
-            with behind_count(group, here, here.opened, owner, num_tiles, index):
-                _send_slab(here, owner, index, out)
-    if any(here.plan.rows[owner] for owner in _others(group)):
-        join(group, closing=True)
+    leaving = departures(group.rank, here.plan, config, out.shape[1])
+    send_counted(group, here, here.opened, leaving, partial(_send_slab, here, out))
     _sum_copied(group, here, out)
 
 
@@ -240,16 +237,34 @@ def _sum_copied(group: Group, here: Turn, out: torch.Tensor) -> None:
     join(group)
 
 
-@contextlib.contextmanager
-def behind_count(
-    group: Group, here: Turn, opened: torch.cuda.Event, owner: int, num_tiles: int, chunk: int = 0
-) -> Iterator[None]:
-    """Launch beside the product, once so many of its tiles have been counted for a chunk of ``owner``'s."""
-    with beside(group, after=opened, closing=True):
-        steps.launch_close(here, owner, num_tiles, group.world_size, chunk=chunk)
-        closed = torch.cuda.current_stream(group.device).record_event()
-    with beside(group, after=closed):
-        yield
+def send_counted(
+    group: Group,
+    here: Turn,
+    opened: torch.cuda.Event,
+    leaving: Sequence[tuple[int, int, int]],
+    send: Callable[[int, int], None],
+) -> None:
+    """``send`` each (owner, slab) beside the product, once so many of its tiles have been counted.
+
+    Counts are waited for on a stream of their own, some at a time: to change streams for each would take the host
+    longer than the GPU has work for.
+    """
+    leaving = [each for each in leaving if each[-1]]
+    for first in range(0, len(leaving), _CLOSED_AT_ONCE):
+        some = leaving[first : first + _CLOSED_AT_ONCE]
+        with beside(group, after=opened, closing=True):
+            closing = torch.cuda.current_stream(group.device)
+            closed = []
+            for owner, index, num_tiles in some:
+                steps.launch_close(here, owner, num_tiles, group.world_size, chunk=index)
+                closed.append(closing.record_event())
+        with beside(group, after=opened):
+            sending = torch.cuda.current_stream(group.device)
+            for (owner, index, _), event in zip(some, closed, strict=True):
+                sending.wait_event(event)
+                send(owner, index)
+    if leaving:
+        join(group, closing=True)
 
 
 def _shard_of(operands: Operands, here: Turn, owner: int, out: torch.Tensor) -> Operands:
@@ -267,7 +282,7 @@ def _send_shard(here: Turn, owner: int, out: torch.Tensor) -> None:
         here.announce(owner, 0)
 
 
-def _send_slab(here: Turn, owner: int, index: int, out: torch.Tensor) -> None:
+def _send_slab(here: Turn, out: torch.Tensor, owner: int, index: int) -> None:
     slab = here.staged_slab(owner, index, out.dtype, out.shape[1])
     here.slab_at(owner, here.rank, index, out.dtype, out.shape[1]).copy_(slab, non_blocking=True)
     here.announce(owner, index)
