@@ -289,7 +289,7 @@ def test_what_copies_send_is_sent_again(world: World, op: str) -> None:
     world.patch.setattr(turns, "write_flag", lambda word, value: world.queued.append(f"flag {value > 0}"))
     world.patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     events = iter(range(100))
-    stream = SimpleNamespace(record_event=lambda: next(events))
+    stream = SimpleNamespace(record_event=lambda: next(events), wait_event=lambda event: None)
     world.patch.setattr(torch.cuda, "current_stream", lambda device: stream)
     real = gemm_launch._Prepared.launch
     world.patch.setattr(gemm_launch._Prepared, "launch", lambda *given: (world.queued.append("gemm"), real(*given)))

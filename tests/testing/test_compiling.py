@@ -85,7 +85,8 @@ def test_what_is_compiled_is_what_the_op_launches(
             monkeypatch.setattr(module, name, lambda *_, **__: None, raising=False)
     names = ("launch_open", "launch_close", "launch_await_everyone", "launch_sum", "launch_sum_slabs")
     monkeypatch.setattr(scatter, "steps", SimpleNamespace(**dict.fromkeys(names, lambda *_, **__: None)))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: None))
+    stream = SimpleNamespace(record_event=lambda: None, wait_event=lambda event: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     group = make_group(by_copies)
     operands = Operands(torch.empty(64, 32), torch.empty(48, 32), torch.empty(64, 48))
     if op == "ag_gemm":
