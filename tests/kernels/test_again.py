@@ -278,6 +278,16 @@ def test_sums_apart_are_opened_before_and_summed_after(world: World) -> None:
     assert world.queued == ["launch_open", "gemm", "launch_await_everyone", "launch_sum"]
 
 
+@pytest.mark.parametrize("name", ["launch_open", "launch_sum"])
+def test_a_call_with_a_step_that_cannot_be_repeated_goes_the_long_way(world: World, name: str) -> None:
+    """As while somebody listens to launches; as soon as nobody does, it is made again."""
+    world.patch.setattr(scatter, "load_steps", lambda *given: None)
+    with world.patch.context() as patch:
+        patch.setattr(steps, name, lambda *given: world.queued.append(name))
+        assert not any([world.is_short("gemm_rs", config=APART) for _ in range(4)])
+    assert [world.is_short("gemm_rs", config=APART) for _ in range(2)] == [False, True]
+
+
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
 def test_what_copies_send_is_sent_again(world: World, op: str) -> None:
     """The same steps around the launch, in the same order, with the tensors of the call."""
