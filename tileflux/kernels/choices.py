@@ -8,6 +8,7 @@ import triton.language as tl
 
 from tileflux.kernels.loading import launching_on, load_once
 from tileflux.kernels.prepared import launch_step
+from tileflux.lang.combine import add_choices
 from tileflux.lang.remote import typed
 
 __all__ = ["SUMMED", "launch_choices"]
@@ -81,18 +82,9 @@ def _choices_kernel(
     columns = tl.program_id(0) % num_parts * COLUMNS + tl.arange(0, COLUMNS)
     is_token = tokens < num_tokens
     is_column = columns < width
-    rows_ptr = typed(rows, ROW, ALIGNED)
-    total = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    for choice in range(top_k):
-        number = tokens.to(tl.int64) * top_k + choice
-        place = tl.load(typed(positions, tl.int32, False) + number, mask=is_token, other=-1)
-        mask = (place >= 0)[:, None] & is_column[None, :]
-        value = tl.load(rows_ptr + (place[:, None].to(tl.int64) * pitch + columns[None, :]), mask=mask, other=0.0)
-        value = value.to(tl.float32)
-        if WEIGHTED:
-            weight = tl.load(typed(weights, tl.float32, False) + number, mask=is_token, other=0.0)
-            # A choice that is not here adds nothing, whatever its weight is.
-            value = tl.where(mask, weight[:, None] * value, 0.0)
-        total += value
+    total = add_choices(
+        typed(positions, tl.int32, False), typed(weights, tl.float32, False), tokens.to(tl.int64) * top_k, top_k,
+        is_token, typed(rows, ROW, ALIGNED), pitch, columns, is_column, WEIGHTED,
+    )  # fmt: skip
     offsets = tokens[:, None].to(tl.int64) * width + columns[None, :]
     tl.store(typed(out_ptr, OUT, ALIGNED) + offsets, total.to(OUT), mask=is_token[:, None] & is_column[None, :])

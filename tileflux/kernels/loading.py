@@ -54,9 +54,9 @@ _MODULES = (
     "tileflux.kernels.gather",
     "tileflux.kernels.lists",
     "tileflux.kernels.index",
+    "tileflux.lang.combine",
     "tileflux.kernels.choices",
     "tileflux.kernels.arrivals",
-    "tileflux.lang.combine",
     "tileflux.kernels.direct",
     "tileflux.kernels.slabs",
 )

@@ -17,6 +17,7 @@ from tileflux.kernels.choices import SUMMED
 from tileflux.kernels.loading import launching
 from tileflux.kernels.prepared import launch_step
 from tileflux.kernels.turns import Turn
+from tileflux.lang.combine import add_choices
 from tileflux.lang.policy import await_word, slot
 from tileflux.lang.remote import typed
 from tileflux.lang.turn import (
@@ -130,17 +131,10 @@ def _slab_sums_kernel(
     top_k = tl.load(words + _TOP_K)
     positions = words + tl.load(words + _POSITIONS)
     weights = (words + tl.load(words + _WEIGHTS)).to(tl.pointer_type(tl.float32))
-    rows_ptr = typed(products, TYPE, ALIGNED)
-    total = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    for choice in range(top_k):
-        number = (first_row + rows).to(tl.int64) * top_k + choice
-        place = tl.load(positions + number, mask=is_row, other=-1)
-        weight = tl.load(weights + number, mask=is_row, other=0.0)
-        mask = (place >= 0)[:, None] & is_column[None, :]
-        offsets = place[:, None].to(tl.int64) * width + columns[None, :]
-        value = tl.load(rows_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        # A choice that is not here adds nothing, whatever its weight is.
-        total += tl.where(mask, weight[:, None] * value, 0.0)
+    total = add_choices(
+        positions, weights, (first_row + rows).to(tl.int64) * top_k, top_k, is_row,
+        typed(products, TYPE, ALIGNED), width, columns, is_column,
+    )  # fmt: skip
     to = data(table_ptr, rank, WORLD) + tl.load(table_ptr + STAGING)
     to += owner.to(tl.int64) * tl.load(table_ptr + SLOT_BYTES)
     if owner == rank:

@@ -22,11 +22,33 @@ from tileflux.lang.remote import typed
 from tileflux.lang.signal import count, signal
 from tileflux.lang.turn import RANK, SLOT_BYTES, STAGING, counter_word, current_epoch, data, flag_word, word
 
-__all__ = ["combine_tile", "send_sums", "stage_sums"]
+__all__ = ["add_choices", "combine_tile", "send_sums", "stage_sums"]
 
 _TOP_K = tl.constexpr(GROUPS.top_k)
 _POSITIONS = tl.constexpr(GROUPS.positions)
 _WEIGHTS = tl.constexpr(GROUPS.weights)
+
+
+@triton.jit
+def add_choices(
+    positions, weights, first, top_k, is_token, rows, pitch, columns, is_column, WEIGHTED: tl.constexpr = True
+):  # fmt: skip
+    """The choices of some tokens added up in fp32, weighted or not: a block, ``is_token`` high and ``is_column`` wide.
+
+    Choices ``first`` and on, ``top_k`` of each token, are the rows at ``positions``, ``pitch`` elements apart; or not
+    here, where that is negative. A choice that is not here adds nothing, whatever its weight is.
+    """
+    total = tl.zeros((is_token.shape[0], is_column.shape[0]), tl.float32)
+    for choice in range(top_k):
+        place = tl.load(positions + first + choice, mask=is_token, other=-1)
+        mask = (place >= 0)[:, None] & is_column[None, :]
+        offsets = place[:, None].to(tl.int64) * pitch + columns[None, :]
+        value = tl.load(rows + offsets, mask=mask, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            weight = tl.load(weights + first + choice, mask=is_token, other=0.0)
+            value = tl.where(mask, weight[:, None] * value, 0.0)
+        total += value
+    return total
 
 
 @triton.jit
@@ -138,15 +160,10 @@ def _combine_rows(
     rows_here = typed(staging, SPEC.out_type, SPEC.out_aligned)
     for begin in range(0, SHAPE[0], ROWS):
         rows = row + begin + tl.arange(0, ROWS)
-        choices = (first_row + rows) * top_k
-        total = tl.zeros((ROWS, SHAPE[1]), tl.float32)
-        for choice in range(top_k):
-            place = tl.load(positions + choices + choice, mask=rows < num_rows, other=-1)
-            weight = tl.load(weights + choices + choice, mask=rows < num_rows, other=0.0)
-            mask = (place >= 0)[:, None] & (columns < pitch)[None, :]
-            offsets = place[:, None].to(tl.int64) * pitch + columns[None, :]
-            value = tl.load(rows_here + offsets, mask=mask, other=0.0).to(tl.float32)
-            total += tl.where(mask, weight[:, None] * value, 0.0)
+        total = add_choices(
+            positions, weights, (first_row + rows) * top_k, top_k, rows < num_rows,
+            rows_here, pitch, columns, columns < pitch,
+        )  # fmt: skip
         offsets = rows[:, None].to(tl.int64) * to_pitch + (to_column + tl.arange(0, SHAPE[1]))[None, :]
         mask = (rows < num_rows)[:, None] & (columns < pitch)[None, :]
         tl.store(typed(to, SPEC.out_type, SPEC.out_aligned) + offsets, total.to(SPEC.out_type), mask=mask)
