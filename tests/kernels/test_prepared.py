@@ -59,8 +59,9 @@ def test_a_step_asks_triton_once_for_each_set_of_constants(kernel: Kernel) -> No
 
 
 def test_a_step_is_repeated_with_where_tensors_are_now(kernel: Kernel) -> None:
-    """Whether Triton was asked for it, or not; and what repeats it holds none of them, nor the table."""
-    table = torch.zeros(3, dtype=torch.int64)
+    """Whether Triton was asked for it, or not; with the turn's table of then, of which it holds nothing."""
+    table, moved = (torch.zeros(3, dtype=torch.int64) for _ in range(2))
+    here = SimpleNamespace(table=moved)
     x, scale_x, out = (torch.zeros(2) for _ in range(3))
     moving = ((0, X), (1, SCALE_X), (3, OUT))
     arguments = (x.data_ptr(), scale_x.data_ptr(), 7, out.data_ptr(), table)
@@ -71,13 +72,13 @@ def test_a_step_is_repeated_with_where_tensors_are_now(kernel: Kernel) -> None:
     others = [torch.zeros(2) for _ in range(3)]
     for repeat in (*repeats, fixed):
         assert repeat is not None
-        repeat(None, None, *others)
-    first = (5, others[0].data_ptr(), others[1].data_ptr(), 7, others[2].data_ptr(), table.data_ptr(), 2, True)
-    assert kernel.past_it == [first, first, (1, 8, table.data_ptr(), 2, True)]
+        repeat(None, here, *others)
+    first = (5, others[0].data_ptr(), others[1].data_ptr(), 7, others[2].data_ptr(), moved.data_ptr(), 2, True)
+    assert kernel.past_it == [first, first, (1, 8, moved.data_ptr(), 2, True)]
     assert repeats[0] is not None
-    repeats[0](None, None, x, None, out)
+    repeats[0](None, here, x, None, out)
     assert kernel.past_it[-1][1:5] == (x.data_ptr(), 0, 7, out.data_ptr())
-    assert not any(part is table for part in repeats[0]._fixed)
+    assert not any(part is table or part == table.data_ptr() for part in repeats[0]._fixed if part is not None)
 
 
 def test_a_step_that_passes_through_triton_is_not_repeated(kernel: Kernel) -> None:

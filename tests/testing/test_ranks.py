@@ -210,6 +210,7 @@ def test_the_deadline_names_the_ranks_and_shows_their_stacks(where: Any) -> None
     for rank in (1, 3):
         stack = message.split(f"rank {rank} was at:")[1].split("\n\n")[0]
         assert "wait_for_godot" in stack and "get_stuck" in stack
+        assert where == "virtual" or re.search(r"\(state S, \d+\.\d s of CPU so far\)", stack), "it sleeps"
         assert "test_the_deadline_names" not in stack and "_rank_child" not in stack and "threading.py" not in stack
     assert "\n  rank 0: returned\n  rank 2: returned" in message
     assert caught.value.rank == 1

@@ -201,7 +201,7 @@ def test_among_ghosts_every_way_is_tried_against_them_alone(monkeypatch: pytest.
         return made[-1]
 
     monkeypatch.setattr(tuning, "ghost_task", make)
-    traits = SimpleNamespace(links=("self", *["PCIe"] * 7), num_sms=132)
+    traits = SimpleNamespace(links=("self", *["PCIe"] * 7), kinds=frozenset(), num_sms=132)
     group = SimpleNamespace(
         transport="ghost", rank=0, world_size=8, device=torch.device("cpu"), traits=traits,
         synchronize=lambda: None, barrier=lambda: None,

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tileflux.config import GemmConfig, GemmProblem
+from tileflux.symm.base import Traits
 from tileflux.tune import lookup as lookup_module
 from tileflux.tune import store
 from tileflux.tune.lookup import STRATEGIES, Choice, forget, lookup, problem_for, rule, stage_span, usual_slabs
@@ -242,9 +243,13 @@ def test_a_problem_is_what_the_call_is() -> None:
     ],
 )
 def test_the_slowest_link_is_the_groups(links: tuple[str, ...], link: str) -> None:
-    group = SimpleNamespace(world_size=len(links), traits=SimpleNamespace(links=links, num_sms=0))
-    problem = problem_for("gemm_rs", 3, 4, 5, torch.int8, torch.device("cpu"), group)  # type: ignore[arg-type]
-    assert problem == GemmProblem("gemm_rs", 3, 4, 5, len(links), "int8", link=link)
+    expected = GemmProblem("gemm_rs", 3, 4, 5, len(links), "int8", link=link)
+    # What ranks have agreed on comes before what this one sees: they must choose alike.
+    near = ("self", *["NVLink"] * (len(links) - 1))
+    for mine, kinds in ((links, ()), (near, {each for each in links if each != "self"})):
+        traits = Traits(copies_need_sms=False, has_multicast=False, links=mine, num_sms=0, kinds=frozenset(kinds))
+        group = SimpleNamespace(world_size=len(links), traits=traits)
+        assert problem_for("gemm_rs", 3, 4, 5, torch.int8, torch.device("cpu"), group) == expected  # type: ignore[arg-type]
 
 
 def test_a_gpu_goes_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

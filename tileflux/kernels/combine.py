@@ -28,7 +28,7 @@ from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import reduce_plan
 from tileflux.kernels.reduce import reduce
 from tileflux.kernels.roles import COMBINE, COMBINE_SEND, COMBINE_STAGE, PLAIN
-from tileflux.kernels.scatter import num_summers, own_part, send_counted
+from tileflux.kernels.scatter import join_sent, num_summers, own_part, send_counted
 from tileflux.kernels.shards import combine_shards, slab_shards
 from tileflux.kernels.turns import Turn, turn
 from tileflux.symm.group import Group
@@ -215,4 +215,4 @@ def _sum_copied(group: Group, here: Turn, out: torch.Tensor) -> None:
         steps.launch_sum_slabs(here, out, num_summers(group), group.world_size)
     else:
         steps.launch_release(here, group.world_size)  # nobody sends
-    join(group)
+    join_sent(group, here)

@@ -67,26 +67,32 @@ class Launcher:
     def repeat(self, grid: int, arguments: tuple[Any, ...], moving: tuple[tuple[int, int], ...]) -> Repeat:
         """What queues so many programs once more: see ``launch_step``. For a kernel that takes no tiles."""
         first = len(self._first)
-        # The address alone: whoever keeps this does not keep the table's memory.
-        fixed = [*self._first, *arguments[:-1], arguments[-1].data_ptr(), *self._constants]
-        return Repeat(self._run, self._device, grid, fixed, tuple((first + place, which) for place, which in moving))
+        # Not the table: whoever keeps this does not keep its memory, and it may move.
+        fixed = [*self._first, *arguments[:-1], 0, *self._constants]
+        places = tuple((first + place, which) for place, which in moving)
+        return Repeat(self._run, self._device, grid, fixed, first + len(arguments) - 1, places)
 
 
 class Repeat:
-    """A step to be launched again, with where the caller's tensors are by then."""
+    """A step to be launched again, with where the caller's tensors, and the turn's table, are by then."""
 
-    __slots__ = ("_device", "_fixed", "_grid", "_moving", "_run")
+    __slots__ = ("_device", "_fixed", "_grid", "_moving", "_run", "_table")
 
-    def __init__(self, run: Any, device: int, grid: int, fixed: list[Any], moving: tuple[tuple[int, int], ...]) -> None:
-        self._run, self._device, self._grid, self._fixed, self._moving = run, device, grid, fixed, moving
+    def __init__(
+        self, run: Any, device: int, grid: int, fixed: list[Any], table: int, moving: tuple[tuple[int, int], ...]
+    ) -> None:
+        self._run, self._device, self._grid, self._fixed = run, device, grid, fixed
+        self._table, self._moving = table, moving
 
     def __call__(
-        self, group: object, here: object, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor
+        self, group: object, here: Any, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor
     ) -> None:
-        """Queue it. Whoever calls has seen that it may pass Triton by, and that its table is in its place."""
-        given = self._fixed
+        """Queue it. Whoever calls has seen that it may pass Triton by, and that the turn's table is in its place."""
+        given = self._fixed.copy()
+        # As it is now: another call of this turn may have found its row given away, and got it another one.
+        given[self._table] = here.table.data_ptr()
         if self._moving:
-            given, tensors = given.copy(), (x, scale_x, out)
+            tensors = (x, scale_x, out)
             for place, which in self._moving:
                 tensor = tensors[which]
                 given[place] = 0 if tensor is None else tensor.data_ptr()

@@ -47,6 +47,7 @@ from tileflux.symm.group import Group
 
 __all__ = [
     "departures",
+    "join_sent",
     "num_summers",
     "own_part",
     "pull_sums",
@@ -234,7 +235,13 @@ def _sum_copied(group: Group, here: Turn, out: torch.Tensor) -> None:
         steps.launch_sum_slabs(here, out, num_summers(group), group.world_size)
     else:
         steps.launch_sum(here, out, num_summers(group), group.world_size)
-    join(group)
+    join_sent(group, here)
+
+
+def join_sent(group: Group, here: Turn) -> None:
+    """``join``, if anything was sent: a stream that nothing was queued on is not part of a CUDA graph."""
+    if any(here.plan.rows[owner] for owner in _others(group)):
+        join(group)
 
 
 def send_counted(

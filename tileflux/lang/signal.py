@@ -26,6 +26,7 @@ from tileflux.lang.hopper import num_threads, thread_numbers
 
 __all__ = [
     "GLOBALTIMER",
+    "LOAD_ACQUIRE_CHOSEN",
     "PROXY_FENCE",
     "SMID",
     "STORE_RELEASE",
@@ -55,6 +56,10 @@ STORE_RELEASE = tl.constexpr(
 # Every thread stores the flag it has, if that is chosen ($3).
 STORE_RELEASE_CHOSEN = tl.constexpr(
     "{ .reg .pred chosen; setp.ne.s32 chosen, $3, 0; @chosen st.release.sys.global.s32 [$1], $2; mov.s32 $0, 0; }"
+)
+# Every thread looks at the flag it has, if that is chosen ($2).
+LOAD_ACQUIRE_CHOSEN = tl.constexpr(
+    "{ .reg .pred chosen; setp.ne.s32 chosen, $2, 0; mov.s32 $0, 0; @chosen ld.acquire.sys.global.s32 $0, [$1]; }"
 )
 GLOBALTIMER = tl.constexpr("{ mov.u64 $0, %globaltimer; }")
 SMID = tl.constexpr("{ mov.u32 $0, %smid; }")
@@ -134,9 +139,11 @@ def reached_all(flags, chosen, wanted):
 
 @triton.jit
 def poll_all(flags, chosen, wanted):
-    """``poll`` for a block of flags."""
-    nothing = chosen.to(tl.int32) * 0  # a block too: Gluon makes none of a number by itself
-    return tl.atomic_add(flags, nothing, mask=chosen, sem="acquire", scope="sys")
+    """``poll`` for a block of flags; 0 for those that are not ``chosen``."""
+    # A load, which is what the compiler makes of the single one's addition of 0: peers are about to write there.
+    return tl.inline_asm_elementwise(
+        LOAD_ACQUIRE_CHOSEN, "=r,l,r", [flags, chosen.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

@@ -126,7 +126,7 @@ def _multiply(inputs: _dense.Inputs, group: Group, known: _dense.Known, out: tor
     problem, choice, kind = known.decided
     num_rows, num_columns = problem.m, problem.n
     out = check_out("gemm_ar", out, (num_rows, num_columns), x, dtype=kind, others=(weight, bias))
-    tile = (choice.config.block_m, choice.config.block_n)
+    tile = (choice.config.block_m, choice.config.block_n, choice.config.num_chunks)
     same = (num_rows, num_columns, x.dtype, kind, choice.strategy, choice.algorithm, tile, bias is None)
     begin("gemm_ar", group, same)
     if 0 not in (num_rows, num_columns):

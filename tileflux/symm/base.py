@@ -30,6 +30,8 @@ class Traits:
     """How each rank is reached, by rank: ``self``, ``shared memory``, ``same GPU``, ``NVLink``, ``PCIe``..."""
     num_sms: int
     """SMs this rank may fill with waiting programs; 0 on the CPU."""
+    kinds: frozenset[str] = frozenset()
+    """Of links between any two ranks, as all of them have agreed; empty where every rank's ``links`` say it."""
     link: Link | None = None
     """Emulated between CPU ranks. If there is one, payload has to go by ``copy_async``: a direct store is at once."""
 

@@ -59,11 +59,15 @@ class CudaTransport(ProcessTransport):
         if shared:
             env.share_gpu()
         links = tuple(device_info.link(place, other) for other in places)
+        links = tuple("self" if peer == self.rank else link for peer, link in enumerate(links))
+        # What is chosen by the link must be chosen alike: two ranks may be near each other, and far from a third.
+        kinds = frozenset().union(*self.rendezvous.exchange("naming links", links)) - {"self"}
         self.traits = Traits(
             copies_need_sms=shared,
             has_multicast=not shared and self.world_size > 1 and has_multicast(self.device),
-            links=tuple("self" if peer == self.rank else link for peer, link in enumerate(links)),
+            links=links,
             num_sms=device_info.num_sms(self.device),
+            kinds=kinds,
         )
         self._copier = StreamCopier(self.device)
         self._segments: list[Segment] = []

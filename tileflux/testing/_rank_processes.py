@@ -163,7 +163,11 @@ def _watch(job: Job, ranks: list[_Rank], may_die: Set[int]) -> None:
 
 
 def _stacks(folder: Path, running: list[_Rank]) -> dict[int, str]:
-    """Ask the ranks still running for their stacks, and wait until the dumps are whole."""
+    """Ask the ranks still running for their stacks, and wait until the dumps are whole.
+
+    With each, whether its process works or sleeps: one that is slow looks like one that hangs.
+    """
+    doing = {rank.number: _doing(rank.process.pid) for rank in running}
     for rank in running:
         assert rank.process.pid, "a rank that never started cannot be running"
         with contextlib.suppress(ProcessLookupError):
@@ -175,7 +179,17 @@ def _stacks(folder: Path, running: list[_Rank]) -> dict[int, str]:
         before, texts = texts, {rank.number: _read(stack_file(folder, rank.number)) for rank in running}
         if texts == before and all(texts.values()):
             break
-    return {number: _without_runner(text) for number, text in texts.items()}
+    return {number: doing[number] + (_without_runner(text) or "  (it left no stack)") for number, text in texts.items()}
+
+
+def _doing(pid: int | None) -> str:
+    """The state of a process, and how long it has worked, as Linux tells; nothing where it does not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return f"  (state {fields[0]}, {seconds:.1f} s of CPU so far)\n"
 
 
 def _read(path: Path) -> str:

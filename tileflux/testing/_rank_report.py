@@ -82,7 +82,7 @@ def timed_out(world_size: int, seconds: float, stacks: Mapping[int, str], others
     """The error for ranks that outlasted the deadline, given by their stacks."""
     message = f"{rank_list(list(stacks))} of {world_size} did not finish within {seconds:g} s"
     for rank, stack in stacks.items():
-        message += f"\n\nrank {rank} was at:\n{stack.rstrip() or '  (it left no stack)'}"
+        message += f"\n\nrank {rank} was at:\n{stack.rstrip()}"
     return _with_cause(message + _lines("\nThe other ranks", others), min(stacks), None)
 
 

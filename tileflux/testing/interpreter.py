@@ -81,6 +81,7 @@ def install(concurrent_programs: int | None = None) -> None:
     stock.GridExecutor.__call__ = launching.launch
     register_asm(lang_signal.STORE_RELEASE.value, _store_release)
     register_asm(lang_signal.STORE_RELEASE_CHOSEN.value, _store_release_chosen)
+    register_asm(lang_signal.LOAD_ACQUIRE_CHOSEN.value, _load_acquire_chosen)
     register_asm(lang_signal.GLOBALTIMER.value, _globaltimer)
     register_asm(lang_signal.SMID.value, np.zeros_like)
     register_call(lang_signal.poll, _poll)
@@ -189,6 +190,14 @@ def _store_release_chosen(addresses: Array, values: Array, chosen: Array) -> Non
     values = np.broadcast_to(values, addresses.shape)
     for index in np.flatnonzero(chosen):
         _store_release(addresses[index : index + 1], values[index : index + 1], chosen)
+
+
+def _load_acquire_chosen(addresses: Array, chosen: Array) -> Array:
+    """Without a conductor, who hears of polls before they come here."""
+    atomics, mask = stock._interpreter, np.broadcast_to(chosen, addresses.shape) != 0
+    nothing = np.zeros(addresses.shape, np.int32)
+    found = atomics.atomic_rmw(atomics.RMW_OP.ADD, addresses, nothing, mask, atomics.MEM_SEMANTIC.ACQUIRE)
+    return np.where(mask, found, 0)
 
 
 def _globaltimer(lanes: Array) -> Array:

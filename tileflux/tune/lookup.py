@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,7 +155,7 @@ def problem_for(
         num_sms = device_info.num_sms(device) if group is None else group.traits.num_sms
     world_size = 1 if group is None else group.world_size
     kind, is_heavy = str(dtype).removeprefix("torch."), activation in HEAVY
-    link = "" if group is None else _link(group.traits.links)
+    link = "" if group is None else _link(group.traits.kinds or group.traits.links)
     return GemmProblem(op, m, n, k, world_size, kind, is_heavy, arch, num_sms, link, gpu)
 
 
@@ -206,8 +207,8 @@ def _gpu_name(device: torch.device) -> str:
 
 
 @functools.cache
-def _link(links: tuple[str, ...]) -> str:
-    """The slowest link to a peer: the nearest peer may be behind NVLink for one rank and behind PCIe for the next."""
+def _link(links: Collection[str]) -> str:
+    """The slowest of them: the nearest peer may be behind NVLink for one rank and behind PCIe for the next."""
     peers = sorted({link for link in links if link != "self"})
     return min(peers, key=lambda link: _LINKS.index(link) if link in _LINKS else -1, default="")
 
