@@ -44,7 +44,7 @@ def run_ranks(
     args: Sequence[Any] = (),
     where: Where = "fork",
     device: str | torch.device | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     group_kwargs: Mapping[str, Any] | None = None,
     make_group: bool = True,
     sm_share: int | None = None,
