@@ -36,7 +36,7 @@ class Queued:
         for place in (module, dense):
             patch.setattr(place, "load_once", lambda *arguments: self.seen.append(("load",)), raising=False)
         patch.setattr(module, "launch_gemm", self._launch)
-        patch.setattr(module, "num_summers", lambda group: 6)
+        patch.setattr(scatter, "num_summers", lambda group: 6)
         for place in (module, scatter):
             patch.setattr(place, "beside", self._beside, raising=False)
             patch.setattr(place, "join", self._join)
@@ -109,8 +109,8 @@ class Queued:
             rank=self.group.rank,
             count_call=lambda: self.seen.append((self._stream, "counted")),
             announce=lambda owner, index: self.seen.append((self._stream, "flag", owner, index)),
-            shard_sent=lambda owner, dtype, n: place(owner),
-            shard_to_send=lambda owner, dtype, n: ("staged", owner),
+            staging=lambda dtype, n: torch.empty(sum(plan.rows), n, dtype=dtype),
+            slot=lambda owner, source, dtype, n, epoch: torch.empty(max(plan.rows), n, dtype=dtype),
             slab_rows=lambda num_rows, dtype, n: torch.empty(num_rows, min(n, plan.slab_columns), dtype=dtype),
             slab_at=lambda owner, source, index, dtype, n: place(owner, source, index),
             slab_to_send=lambda owner, index, dtype, n: ("staged", owner, index),

@@ -178,6 +178,17 @@ def test_pipelined_each_slab_is_sent_beside_the_next_ones_product(
     assert {part.out.shape for part in queued.products} == {(32, 32)}
 
 
+@pytest.mark.parametrize("strategy", ["fused", "pipelined"])
+def test_where_nobody_is_sent_anything_no_stream_beside_is_touched(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued = Queued(monkeypatch, combine, PLAIN if strategy == "pipelined" else COMBINE_STAGE, CONFIG, 0, (20, 0, 0))
+    _note_slabs(queued, monkeypatch)
+    run(queued, (20, 0, 0), 64, strategy=strategy)
+    assert {each[0] for each in queued.seen if len(each) > 1} == {"main"}
+    assert queued.seen[-1] == ("main", "launch_sum_slabs"), "and none is joined"
+
+
 @pytest.mark.parametrize("k_major", [True, False])
 def test_the_product_of_a_slab_is_that_of_its_columns(k_major: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every expert, also its scales: by the host's loop, which reads operands as kernels do."""

@@ -46,6 +46,22 @@ def test_each_shard_is_sent_behind_its_count_and_the_next_is_counted_meanwhile(
     assert queued.seen == [*expected, ("main", "join", "closing"), ("main", last), ("main", "join", "sending")]
 
 
+@pytest.mark.parametrize("strategy", ["fused", "pipelined"])
+def test_where_nobody_is_sent_anything_no_stream_beside_is_touched(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a graph that is captured would have a stream in it that was not forked, or is not joined."""
+    rows = (20, 0, 0)
+    queued = Queued(monkeypatch, scatter, STAGE, CONFIG, 0, rows)
+    monkeypatch.setattr(scatter, "multiply", lambda *given, **named: queued.seen.append(("main", "product")))
+    operands = Operands(torch.empty(20, 16), torch.empty(40, 16), torch.empty(20, 40))
+    run_scatter(queued.group, operands, rows, strategy, CONFIG)  # type: ignore[arg-type]
+    assert {each[0] for each in queued.seen if len(each) > 1} == {"main"} and queued.seen[-1][1].startswith(
+        "launch_sum"
+    )
+    assert not any("join" in each for each in queued.seen)
+
+
 def test_slabs_leave_in_the_order_in_which_their_tiles_are_completed() -> None:
     """By the order of the tiles themselves, of whatever bands."""
     replayed, rows, num_columns, world_size = replay(departure_order), (64,) * 8, 160, 8

@@ -28,7 +28,7 @@ from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import reduce_plan
 from tileflux.kernels.reduce import reduce
 from tileflux.kernels.roles import COMBINE, COMBINE_SEND, COMBINE_STAGE, PLAIN
-from tileflux.kernels.scatter import join_sent, num_summers, own_part, send_counted
+from tileflux.kernels.scatter import own_part, send_counted, send_slab, sum_copied
 from tileflux.kernels.shards import combine_shards, slab_shards
 from tileflux.kernels.turns import Turn, turn
 from tileflux.symm.group import Group
@@ -105,13 +105,15 @@ def _multiply_by_slab(group: Group, here: Turn, operands: Operands, groups: Grou
         if groups.capacity:
             launch_gemm(part(slab), PLAIN, tiles, group=group)
         slabs.launch_sums(here, groups.index, products, slab, world_size)
-        with beside(group):
-            if not by_copies:
+        if not by_copies:
+            with beside(group):
                 slabs.launch_push_slab(here, products, slab, num_feeders(group, config), world_size)
-            for owner in owners if by_copies else ():
-                _copy_sums(here, out, owner, slab)
+        elif owners:
+            with beside(group):
+                for owner in owners:
+                    send_slab(here, out, here.slab_to_send, owner, slab)
     if by_copies:
-        _sum_copied(group, here, out)
+        sum_copied(group, here, out)
     else:
         join(group)
         _sum_sent(group, here, out)
@@ -163,12 +165,6 @@ def _beside_feeders(group: Group, config: GemmConfig) -> GemmConfig:
     return dataclasses.replace(config, num_sms=num_sms) if config.num_sms is None and num_sms >= 2 else config
 
 
-def _copy_sums(here: Turn, out: torch.Tensor, owner: int, slab: int) -> None:
-    sums = here.slab_to_send(owner, slab, out.dtype, out.shape[1])
-    here.slab_at(owner, here.rank, slab, out.dtype, out.shape[1]).copy_(sums, non_blocking=True)
-    here.announce(owner, slab)
-
-
 def _send_finished(group: Group, here: Turn, operands: Operands, config: GemmConfig) -> None:
     """Add up into the owners' memory, and there, when all ranks' have come, in a launch of its own."""
     out = operands.out
@@ -205,14 +201,5 @@ def _copy_finished(group: Group, here: Turn, operands: Operands, config: GemmCon
         for slab, columns in enumerate(here.plan.slabs(out.shape[1]))
         for owner in owners
     ]
-    send_counted(group, here, opened, leaving, partial(_copy_sums, here, out))
-    _sum_copied(group, here, out)
-
-
-def _sum_copied(group: Group, here: Turn, out: torch.Tensor) -> None:
-    # Before what has been sent is waited for: peers' sums come at the same time, the other way.
-    if here.plan.rows[group.rank]:
-        steps.launch_sum_slabs(here, out, num_summers(group), group.world_size)
-    else:
-        steps.launch_release(here, group.world_size)  # nobody sends
-    join_sent(group, here)
+    send_counted(group, here, opened, leaving, partial(send_slab, here, out, here.slab_to_send))
+    sum_copied(group, here, out)

@@ -47,14 +47,15 @@ from tileflux.symm.group import Group
 
 __all__ = [
     "departures",
-    "join_sent",
     "num_summers",
     "own_part",
     "pull_sums",
     "run_scatter",
     "run_spread",
     "send_counted",
+    "send_slab",
     "sum_all",
+    "sum_copied",
     "swap_sums",
 ]
 
@@ -186,11 +187,12 @@ def _copy_finished(
     mine = dataclasses.replace(operands, out=here.staging(out.dtype, out.shape[1]))
     for owner in _others(group):
         multiply(group, _shard_of(mine, here, owner, mine.out), config)
-        with beside(group):
-            _send_shard(here, owner, out)
+        if rows[owner]:
+            with beside(group):
+                send_slab(here, out, here.staged_slab, owner, 0)
     own_slot = here.slot(rank, rank, out.dtype, out.shape[1], 0)
     multiply(group, dataclasses.replace(_shard_of(mine, here, rank, mine.out), out=own_slot[: rows[rank]]), config)
-    _sum_copied(group, here, out)
+    sum_copied(group, here, out)
     return None
 
 
@@ -210,8 +212,8 @@ def _send_counted(
 ) -> None:
     """Send each shard, or slab of one, when its tiles have been counted; then sum."""
     leaving = departures(group.rank, here.plan, config, out.shape[1])
-    send_counted(group, here, here.opened, leaving, partial(_send_slab, here, out))
-    _sum_copied(group, here, out)
+    send_counted(group, here, here.opened, leaving, partial(send_slab, here, out, here.staged_slab))
+    sum_copied(group, here, out)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -227,7 +229,8 @@ def departures(rank: int, plan: ShardPlan, config: GemmConfig, num_columns: int)
     return tuple(found)
 
 
-def _sum_copied(group: Group, here: Turn, out: torch.Tensor) -> None:
+def sum_copied(group: Group, here: Turn, out: torch.Tensor) -> None:
+    """Sum what copies bring, a shard or slab by slab as they come, and end the call."""
     # Before what has been sent is waited for: peers' sums come at the same time, the other way.
     if not here.plan.rows[group.rank]:
         steps.launch_release(here, group.world_size)  # nobody sends
@@ -235,11 +238,7 @@ def _sum_copied(group: Group, here: Turn, out: torch.Tensor) -> None:
         steps.launch_sum_slabs(here, out, num_summers(group), group.world_size)
     else:
         steps.launch_sum(here, out, num_summers(group), group.world_size)
-    join_sent(group, here)
-
-
-def join_sent(group: Group, here: Turn) -> None:
-    """``join``, if anything was sent: a stream that nothing was queued on is not part of a CUDA graph."""
+    # A stream that nothing was queued on is not part of a CUDA graph that may be captured.
     if any(here.plan.rows[owner] for owner in _others(group)):
         join(group)
 
@@ -282,15 +281,9 @@ def _shard_of(operands: Operands, here: Turn, owner: int, out: torch.Tensor) -> 
     return dataclasses.replace(operands, x=operands.x[rows], scale_x=scale, out=out[rows])
 
 
-def _send_shard(here: Turn, owner: int, out: torch.Tensor) -> None:
-    if here.plan.rows[owner]:
-        shard = here.shard_to_send(owner, out.dtype, out.shape[1])
-        here.shard_sent(owner, out.dtype, out.shape[1]).copy_(shard, non_blocking=True)
-        here.announce(owner, 0)
-
-
-def _send_slab(here: Turn, out: torch.Tensor, owner: int, index: int) -> None:
-    slab = here.staged_slab(owner, index, out.dtype, out.shape[1])
+def send_slab(here: Turn, out: torch.Tensor, staged: Callable[..., torch.Tensor], owner: int, index: int) -> None:
+    """Copy the slab that ``staged`` finds to its owner, and announce it; where there are none it is the shard."""
+    slab = staged(owner, index, out.dtype, out.shape[1])
     here.slab_at(owner, here.rank, index, out.dtype, out.shape[1]).copy_(slab, non_blocking=True)
     here.announce(owner, index)
 

@@ -231,13 +231,8 @@ class Turn:
         return self.staging(dtype, num_columns)[first : first + self.plan.rows[owner]]
 
     @_made_once
-    def shard_sent(self, owner: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
-        """Where they go."""
-        return self.slot(owner, self.rank, dtype, num_columns, 0)[: self.plan.rows[owner]]
-
-    @_made_once
     def staged_slab(self, owner: int, index: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
-        """A slab of them, where a shard is staged slab by slab; ``slab_at`` is where it goes."""
+        """A slab of them, or all where there are none; ``slab_at`` is where it goes."""
         shard = self.shard_to_send(owner, dtype, num_columns).view(-1).view(torch.uint8)
         return self._slab(shard, owner, index, dtype, num_columns)
 
