@@ -293,17 +293,20 @@ def test_eighty_layers_hold_what_one_does_and_grow_together() -> None:
     run_ranks(_layers, 2)
 
 
-def _other_tiles(group: Group) -> str:
+def _other_tiles(group: Group, op: str, cut: str) -> str:
     x, weight = torch.ones(8, 8), torch.ones(8, 8)
+    changes = {"tiles": {"block_m": 16 << group.rank}, "slabs": {"num_chunks": 1 + group.rank}}[cut]
     with pytest.raises(MismatchError) as caught:
-        config = GemmConfig(16 << group.rank, 16, 16)
-        tileflux.gemm_rs(x, weight, group=group, strategy="fused", config=config)
+        config = GemmConfig(**{"block_m": 16, "block_n": 16, "block_k": 16, **changes})
+        getattr(tileflux, op)(x, weight, group=group, strategy="fused", config=config)
     return str(caught.value)
 
 
-def test_ranks_that_cut_tiles_differently_are_told_when_checking_is_on() -> None:
-    for message in run_ranks(_other_tiles, 2, group_kwargs={"check": True}):
-        assert "gemm_rs" in message
+@pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
+@pytest.mark.parametrize("cut", ["tiles", "slabs"])
+def test_ranks_that_cut_differently_are_told_when_checking_is_on(op: str, cut: str) -> None:
+    for message in run_ranks(_other_tiles, 2, args=(op, cut), group_kwargs={"check": True}):
+        assert op in message
 
 
 def _die_in_the_next(group: Group, op: str) -> None:
