@@ -7,7 +7,9 @@ Compiling takes most of the time of a first run, and goes in parallel where runn
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +43,9 @@ def tiles(dtype: torch.dtype, hopper: bool) -> GemmConfig:
     return SMALL
 
 
+_once = threading.Lock()
+
+
 @dataclass(frozen=True)
 class Problem:
     """One call: an op, what it is given, and the strategies to try."""
@@ -50,9 +55,31 @@ class Problem:
     strategies: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
 
+    def exact(self, rank: int) -> torch.Tensor:
+        """What ``rank`` should get. Once for all strategies and virtual ranks: it takes longer than the call."""
+        with _once:
+            return self._exact[rank]
 
-def problems(world_size: int, dtype: torch.dtype, hopper: bool = False) -> Iterator[Problem]:
-    """Calls of every op with one element type: aligned and odd, even and ragged."""
+    @functools.cached_property
+    def _exact(self) -> tuple[torch.Tensor, ...]:
+        if self.op == "ag_gemm":
+            return tuple(expected(self.case, self.op, rank) for rank in range(self.case.world_size))
+        whole = expected(self.case, "gemm_ar")
+        return whole.split(self.case.sizes) if self.op == "gemm_rs" else (whole,) * self.case.world_size
+
+
+def problems(world_size: int, dtype: torch.dtype, hopper: bool = False) -> tuple[Problem, ...]:
+    """Calls of every op with one element type: aligned and odd, even and ragged. Drawn once for all virtual ranks."""
+    with _once:
+        return _drawn(world_size, dtype, hopper)
+
+
+@functools.cache
+def _drawn(world_size: int, dtype: torch.dtype, hopper: bool) -> tuple[Problem, ...]:
+    return tuple(_problems(world_size, dtype, hopper))
+
+
+def _problems(world_size: int, dtype: torch.dtype, hopper: bool) -> Iterator[Problem]:
     scales = ("tensor" if hopper else "channel") if dtype in SCALED_DTYPES else "none"
     same: dict[str, Any] = {"bias": True, "scales": scales}
     small = {"config": tiles(dtype, hopper)}
@@ -85,7 +112,7 @@ def activations(world_size: int) -> Iterator[Problem]:
 def run(group: Group, problem: Problem, strategy: str) -> None:
     """Make the call and compare with the exact result."""
     op, case, rank = problem.op, problem.case, group.rank
-    exact = expected(case, op, rank)
+    exact = problem.exact(rank)
     out = poisoned(exact.shape, case.out_dtype, group.device)
     arguments = case.arguments(op, rank, group.device)
     getattr(tileflux, op)(**arguments, group=group, strategy=strategy, out=out, **problem.options)

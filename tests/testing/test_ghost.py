@@ -75,9 +75,14 @@ def test_slabs_are_sent_when_as_much_has_been_staged_or_sent(
         slab_at=lambda owner, source, slab, dtype, n: ("slot", owner, source, slab, dtype, n),
     )
     ghosts = fake_ghosts(4)
-    ghosts._sending, ghosts._answering = "sending", "answering"  # type: ignore[assignment]
+    sending = SimpleNamespace(record_event=lambda: sum(each[0] == "send" for each in seen))
+    announcing = SimpleNamespace(wait_event=lambda number: seen.append(("after", number)))
+    ghosts._sending, ghosts._announcing, ghosts._answering = sending, announcing, "answering"  # type: ignore[assignment]
+    names = {id(sending): "sending", id(announcing): "announcing"}
     ghosts._epochs = {"moe_gemm_rs": 6}
-    monkeypatch.setattr(torch.cuda, "stream", lambda name: contextlib.nullcontext(seen.append((name,))))
+    monkeypatch.setattr(
+        torch.cuda, "stream", lambda stream: contextlib.nullcontext(seen.append((names.get(id(stream), stream),)))
+    )
     monkeypatch.setattr(ghost, "stream_wait", lambda word, value: seen.append(("wait", word, value)))
     monkeypatch.setattr(ghost, "stream_write", lambda word, value: seen.append(("write", word, value)))
     monkeypatch.setattr(
@@ -86,12 +91,13 @@ def test_slabs_are_sent_when_as_much_has_been_staged_or_sent(
     partials = [[torch.randn(3, 32), torch.randn(3, 8)] for _ in rows]
     ghosts.scatter(here, partials, watch_staging=watch_staging, order=order)
     expected: list[tuple] = [("sending",)]
-    for owner, slab in order or [(owner, slab) for slab in range(2) for owner in (1, 2, 3)]:
+    for number, (owner, slab) in enumerate(order or [(owner, slab) for slab in range(2) for owner in (1, 2, 3)], 1):
         source = {1: 3, 2: 2, 3: 1}[owner]
         if rows[owner]:
             expected.append(("wait", ("staged", owner, slab) if watch_staging else ("flag", owner, slab, 0), 7))
         to = ("slot", 0, source, slab, torch.float32, num_columns)
-        expected += [("send", source, slab, to, partials[source][slab]), ("write", ("flag", 0, slab, source), 7)]
+        expected += [("send", source, slab, to, partials[source][slab])]
+        expected += [("announcing",), ("after", number), ("write", ("flag", 0, slab, source), 7)]
     expected.append(("answering",))
     for peer in (1, 2, 3):
         if rows[peer]:

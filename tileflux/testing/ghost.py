@@ -59,17 +59,18 @@ class Ghosts:
     _epochs: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Two streams: peers go on sending while they wait for the real rank's rows.
-        self._sending, self._answering = (torch.cuda.Stream(self.group.device) for _ in range(2))
+        # Peers go on sending while they wait for the real rank's rows, and while they announce what they have sent.
+        self._streams = tuple(torch.cuda.Stream(self.group.device) for _ in range(3))
+        self._sending, self._announcing, self._answering = self._streams
 
     def start(self) -> None:
         """From here on the ghosts' work follows what the current stream holds so far."""
-        for stream in (self._sending, self._answering):
+        for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(self.group.device))
 
     def join(self) -> None:
         """Make the current stream wait for all that the ghosts do."""
-        for stream in (self._sending, self._answering):
+        for stream in self._streams:
             torch.cuda.current_stream(self.group.device).wait_stream(stream)
 
     def gather(self, here: Turn, x: torch.Tensor) -> None:
@@ -86,7 +87,7 @@ class Ghosts:
                         first = plan.first_rows[source]
                         place = slice(first + rows.start, first + rows.stop)
                         self._send(source, chunk, buffer[place], x[place])
-                        stream_write(here.flag(rank, chunk, source), epoch + 1)
+                        self._announce(here.flag(rank, chunk, source), epoch + 1)
         last = max((chunk for chunk in range(plan.num_chunks) if plan.chunk(rank, chunk)), default=None)
         with torch.cuda.stream(self._answering):
             for peer in ((rank - hop) % world_size for hop in range(1, world_size)):
@@ -123,7 +124,7 @@ class Ghosts:
                     stream_wait(told, epoch + 1)
                 slab = partials[source][index]
                 self._send(source, index, here.slab_at(rank, source, index, slab.dtype, num_columns), slab)
-                stream_write(here.flag(rank, index, source), epoch + 1)
+                self._announce(here.flag(rank, index, source), epoch + 1)
         last = len(partials[rank]) - 1
         with torch.cuda.stream(self._answering):
             for peer in ((rank + hop) % world_size for hop in range(1, world_size)):
@@ -139,6 +140,13 @@ class Ghosts:
         epoch = self._epochs.get(op, 0)
         self._epochs[op] = epoch + 1
         return epoch
+
+    def _announce(self, word: torch.Tensor, value: int) -> None:
+        """Set ``word`` behind what was sent, on another stream: in the same one the next copy would begin later."""
+        sent = self._sending.record_event()
+        with torch.cuda.stream(self._announcing):
+            self._announcing.wait_event(sent)
+            stream_write(word, value)
 
     def _send(self, source: int, chunk: int, to: torch.Tensor, rows: torch.Tensor) -> None:
         if self.stamps is None:
