@@ -101,6 +101,11 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def run_kernels_on_cpu() -> None:
+    """Have ops on CPU tensors launch kernels, as they do where these are interpreted, rather than their host twins."""
+    os.environ["TILEFLUX_CPU_BACKEND"] = "interpret"
+
+
 def torchrun_present() -> bool:
     """Whether a launcher set the variables that ``torch.distributed`` initialises from."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))

@@ -1,7 +1,7 @@
 """Problems for the dense ops on a GPU: what ``test_dense_gpu.py`` runs, and what ``scripts/gpu-test`` compiles before.
 
 Compiling takes most of the time of a first run, and goes in parallel where running cannot:
-``python -m tests.ops.dense_gpu INDEX COUNT`` compiles one part of COUNT, launching nothing.
+``python -m tests.ops.dense_gpu INDEX COUNT`` compiles one part of COUNT, with or without a GPU.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ import torch
 
 import tileflux
 from tileflux import GemmConfig
-from tileflux.kernels import gemm_hopper_launch, gemm_launch, steps
-from tileflux.kernels.dense import multiply
-from tileflux.kernels.operands import Operands
-from tileflux.kernels.prepare import prepare
-from tileflux.kernels.shards import gather_shards
-from tileflux.kernels.turns import turn
-from tileflux.ops._dense import as_scale
+from tileflux import device as device_info
 from tileflux.symm.group import Group
 from tileflux.testing import assert_close, poisoned
 from tileflux.testing.dense import DENSE_DTYPES, SCALED_DTYPES, DenseCase, ag_case, expected, reduction, rs_case
 from tileflux.testing.hopper_cases import hopper_config
+from tileflux.testing.rehearsal import H200, rehearse, stand_in_for
+from tileflux.tune.lookup import Gpu
 
 SMALL = GemmConfig(64, 64, 64, num_warps=4, num_stages=2, num_feeders=2, num_chunks=2, span=2, alone=1)
 STRATEGIES = ("fused", "pipelined", "sequential")
@@ -122,84 +118,54 @@ def run(group: Group, problem: Problem, strategy: str) -> None:
     assert_close(out.cpu(), exact, reduction=reduction(case, op), what=what)
 
 
-class NothingToDo:
-    """Stands in for a kernel: every launch has an empty grid."""
-
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-
-    def __getitem__(self, grid: object) -> Any:
-        return self._kernel[(0,)]
+def gpu() -> Gpu:
+    """What to compile for: the GPU, or an H200 where there is none."""
+    if not torch.cuda.is_available():
+        return H200
+    device = torch.device("cuda", 0)
+    return Gpu(device_info.arch(device), device_info.num_sms(device), torch.cuda.get_device_name(device))
 
 
 def compile_part(index: int, count: int) -> None:
     """Compile every ``count``-th part from ``index`` on, as virtual ranks and as processes would have it."""
-    gemm_launch._gemm_kernel = NothingToDo(gemm_launch._gemm_kernel)
-    gemm_hopper_launch._gemm_hopper_kernel = NothingToDo(gemm_hopper_launch._gemm_hopper_kernel)
-    stream = Group.stream
-    work = [(world_size, dtype, True, False) for world_size in (2, 4, 8) for dtype in DENSE_DTYPES]
-    work += [(world_size, dtype, False, False) for world_size in (2, 4) for dtype in DENSE_DTYPES]
-    work += [(world_size, dtype, True, True) for world_size in (2, 4, 8) for dtype in HOPPER_DTYPES]
-    work += [(world_size, dtype, False, True) for world_size in (2, 4) for dtype in HOPPER_DTYPES]
-    work += [(4, None, True, False), (4, "large", True, False), (4, "large", False, False)]
-    for world_size, dtype, is_virtual, hopper in work[index::count]:
-        if isinstance(dtype, torch.dtype) and is_virtual:
-            _compile_steps(one_rank(world_size, 0), dtype)
-        for rank in {0, world_size - 1}:
-            group = one_rank(world_size, rank)
-            Group.stream = stream if is_virtual else property(lambda group: None)  # type: ignore[assignment]
-            if dtype == "large":
-                _compile_large(group)
-            else:
-                for problem in activations(world_size) if dtype is None else problems(world_size, dtype, hopper):
-                    _compile(group, problem)
-
-
-def one_rank(world_size: int, rank: int) -> Group:
-    """A rank of a world of its own: the others make no calls. Its stream becomes the current one."""
-    group = tileflux.local_groups(world_size, "cuda")[rank]
-    torch.cuda.set_stream(group._transport.stream)
-    return group
-
-
-def _compile_steps(group: Group, dtype: torch.dtype) -> None:
-    """The collectives and the steps of the pipelined strategy."""
-    prepare(group)
-    scaled = dtype in SCALED_DTYPES
-    x = torch.empty(16, 16, device="cuda").to(dtype)
-    out = torch.empty(16, 16, device="cuda", dtype=torch.bfloat16 if scaled else dtype)
-    for op in ("ag_gemm", "gemm_rs"):
-        plan = gather_shards(op, (16,) * group.world_size, 16 * x.element_size(), scaled and op == "ag_gemm", 1)
-        scale = torch.ones(16, device="cuda") if scaled else None
-        steps.load(turn(group, plan), x, scale, out, group.world_size)
+    rehearse(gpu())
+    virtual, sharing = [(size, True) for size in (2, 4, 8)], [(size, False) for size in (2, 4)]
+    kinds: list[tuple[torch.dtype | None, bool]] = [(dtype, False) for dtype in DENSE_DTYPES]
+    kinds += [(dtype, True) for dtype in HOPPER_DTYPES] + [(None, False)]
+    for (world_size, is_virtual), (dtype, hopper) in [(w, kind) for w in virtual + sharing for kind in kinds][
+        index::count
+    ]:
+        for rank in (0, world_size - 1):
+            group = stand_in_for(world_size, rank, is_virtual=is_virtual)
+            if dtype is None:
+                _compile_others(group)
+                continue
+            for problem in problems(world_size, dtype, hopper):
+                _compile(group, problem)
 
 
 def _compile(group: Group, problem: Problem) -> None:
-    arguments = problem.case.arguments(problem.op, group.rank, "cuda")
-    if problem.options.get("algorithm") != "two_shot":
-        getattr(tileflux, problem.op)(**arguments, group=group, strategy="fused", **problem.options)
-    if group.stream is not None and problem.options:  # what virtual ranks multiply with instead of the library
-        weight = arguments["weight"]
-        scales = [as_scale(arguments.get(name), weight) for name in ("scale_x", "scale_weight")]
-        out = torch.empty(len(arguments["x"]), len(weight), dtype=problem.case.out_dtype, device="cuda")
-        operands = Operands(arguments["x"], weight, out, arguments.get("bias"), *scales)
-        multiply(group, operands, problem.options["config"], load_only=True)
-    elif arguments["x"].dtype in SCALED_DTYPES:  # what torch does not multiply
-        arguments.pop("sizes", None)
-        tileflux.gemm(**arguments, config=problem.options["config"])
+    given = problem.case.arguments(problem.op, group.rank)
+    for strategy in problem.strategies:
+        getattr(tileflux, problem.op)(**given, group=group, strategy=strategy, **problem.options)
 
 
-def _compile_large(group: Group) -> None:
-    x, weight = (
-        torch.empty(512, 512, dtype=torch.bfloat16, device="cuda"),
-        torch.empty(4096, 512, dtype=torch.bfloat16, device="cuda"),
-    )
-    tileflux.ag_gemm(x, weight, group=group, strategy="fused")
-    tileflux.gemm_rs(weight[:2048, :128], weight[:, :128].contiguous(), group=group, strategy="fused")
-    for k in (64, 128):
-        x = torch.empty(64, k, dtype=torch.bfloat16, device="cuda")
-        for op, how in (("ag_gemm", {}), ("gemm_rs", {}), ("gemm_ar", {"algorithm": "one_shot"})):
-            getattr(tileflux, op)(x, x, group=group, strategy="fused", config=SMALL, **how)
+def _compile_others(group: Group) -> None:
+    """What the tests of graphs, large tiles, many calls and the like make of bf16."""
+    world_size = group.world_size
+    if world_size == 4:
+        for problem in activations(world_size):
+            _compile(group, problem)
+    small: list[dict[str, Any]] = [{"config": config} for config in (SMALL, tiles(torch.bfloat16, hopper=True))]
+    shapes = [(64, 96, 64, small), (256, 256, 64, small), (64, 2048, 64, [{}]), (512, 4096, 512, [{}])]
+    for m, n, k, configs in shapes:
+        x, weight = (torch.empty(size, k, dtype=torch.bfloat16) for size in (m, n))
+        for how in configs:
+            for strategy in STRATEGIES:
+                tileflux.ag_gemm(x, weight, group=group, strategy=strategy, **how)
+                tileflux.gemm_rs(x, weight, group=group, strategy=strategy, **how)
+                algorithm = "two_shot" if strategy == "pipelined" else "one_shot"
+                tileflux.gemm_ar(x, weight, group=group, strategy=strategy, algorithm=algorithm, **how)
 
 
 if __name__ == "__main__":

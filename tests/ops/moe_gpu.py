@@ -1,6 +1,6 @@
 """Calls of the ops of experts on a GPU: what ``test_moe_gpu.py`` makes, and what ``scripts/gpu-test`` compiles before.
 
-``python -m tests.ops.moe_gpu INDEX COUNT`` compiles one part of COUNT, launching nothing.
+``python -m tests.ops.moe_gpu INDEX COUNT`` compiles one part of COUNT, with or without a GPU.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import torch
 
 import tileflux
 from tileflux import GemmConfig
-from tileflux.kernels import copy, direct, gemm_launch, reduce, slabs, steps
-from tileflux.kernels.prepare import prepare
-from tileflux.kernels.prepared import launch_step
 from tileflux.ops.routing import Routing
 from tileflux.symm.group import Group
 from tileflux.testing import poisoned
 from tileflux.testing.dense import DENSE_DTYPES
 from tileflux.testing.moe import ROUTING_KINDS, MoeCase, moe_ag_case, moe_routing, moe_rs_case
+from tileflux.testing.rehearsal import rehearse, stand_in_for
 
-from .dense_gpu import NothingToDo, one_rank
+from .dense_gpu import gpu
 
 SMALL = GemmConfig(64, 64, 64, num_warps=4, num_stages=2, num_feeders=2, num_chunks=2)
 AG_STRATEGIES = ("fused", "sequential", "pipelined")
@@ -99,23 +97,12 @@ def combine(group: Group, case: MoeCase, strategy: str, routing: Routing, num_ca
     return outs
 
 
-def _launch_nothing(kernel: Any, grid: int, *given: Any, **options: int) -> None:
-    """Steps of a pipeline would wait for ranks that are not there."""
-    launch_step(kernel, 0, *given, **options)
-
-
 def compile_part(index: int, count: int) -> None:
     """Compile every ``count``-th part from ``index`` on, as virtual ranks and as processes would have it."""
-    gemm_launch._gemm_kernel = NothingToDo(gemm_launch._gemm_kernel)
-    copy._move_kernel, reduce._reduce_kernel = NothingToDo(copy._move_kernel), NothingToDo(reduce._reduce_kernel)
-    for module in (direct, slabs, steps):
-        module.launch_step = _launch_nothing
-    stream = Group.stream
+    rehearse(gpu())
     worlds = [(world_size, True) for world_size in (2, 4, 8)] + [(4, False)]
     for (world_size, is_virtual), dtype in [(world, dtype) for dtype in DENSE_DTYPES for world in worlds][index::count]:
-        group = one_rank(world_size, world_size - 1)
-        Group.stream = stream if is_virtual else property(lambda group: None)  # type: ignore[assignment]
-        prepare(group)
+        group = stand_in_for(world_size, world_size - 1, is_virtual=is_virtual)
         for first, second in layers(world_size, dtype):
             for strategy in RS_STRATEGIES:
                 if strategy in AG_STRATEGIES:

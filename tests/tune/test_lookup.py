@@ -255,9 +255,9 @@ def test_the_slowest_link_is_the_groups(links: tuple[str, ...], link: str) -> No
 def test_a_gpu_goes_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(lookup_module, "device_info", SimpleNamespace(arch=lambda d: 90, num_sms=lambda d: 132))
-    lookup_module._gpu_name.cache_clear()
+    lookup_module._gpu_of.cache_clear()
     problem = problem_for("gemm", 3, 4, 5, torch.int8, torch.device("cuda:7"), None)
-    lookup_module._gpu_name.cache_clear()
+    lookup_module._gpu_of.cache_clear()
     assert problem == GemmProblem("gemm", 3, 4, 5, 1, "int8", arch=90, num_sms=132, gpu="NVIDIA H200")
 
 

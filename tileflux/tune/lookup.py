@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,7 @@ __all__ = [
     "ITEMSIZE",
     "STRATEGIES",
     "Choice",
+    "Gpu",
     "forget",
     "grouped_tiles",
     "lookup",
@@ -148,20 +149,17 @@ def problem_for(
     activation: str | None = None,
 ) -> GemmProblem:
     """What is looked up for a call of ``op``, by ``group`` or by one rank alone."""
-    arch = num_sms = 0
-    gpu = ""
-    if device.type == "cuda":
-        arch, gpu = device_info.arch(device), _gpu_name(device)
-        num_sms = device_info.num_sms(device) if group is None else group.traits.num_sms
+    gpu = _gpu_of(device)
+    num_sms = gpu.num_sms if group is None else group.traits.num_sms
     world_size = 1 if group is None else group.world_size
     kind, is_heavy = str(dtype).removeprefix("torch."), activation in HEAVY
     link = "" if group is None else _link(group.traits.kinds or group.traits.links)
-    return GemmProblem(op, m, n, k, world_size, kind, is_heavy, arch, num_sms, link, gpu)
+    return GemmProblem(op, m, n, k, world_size, kind, is_heavy, gpu.arch, num_sms, link, gpu.name)
 
 
 def rows_of_tiles(num_rows: int, num_experts: int, device: torch.device) -> int:
     """Of rows that are grouped by expert: as many as an expert fills, if all have the same."""
-    if device.type == "cpu":
+    if device.type == "cpu" and not _gpu_of(device).arch:
         return 512
     each = max(1, -(-num_rows // num_experts))
     return min(128, max(16, 1 << (each - 1).bit_length()))
@@ -201,9 +199,20 @@ def stage_span(problem: GemmProblem, num_rows: int, num_experts: int) -> int:
     return max(1, min(problem.world_size - 1, -(-_SPAN_ROWS // each)))
 
 
+class Gpu(NamedTuple):
+    """What of a device choices depend on."""
+
+    arch: int
+    """0 on the CPU."""
+    num_sms: int
+    name: str
+
+
 @functools.cache
-def _gpu_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device)
+def _gpu_of(device: torch.device) -> Gpu:
+    if device.type != "cuda":
+        return Gpu(0, 0, "")
+    return Gpu(device_info.arch(device), device_info.num_sms(device), torch.cuda.get_device_name(device))
 
 
 @functools.cache
