@@ -371,7 +371,7 @@ def test_a_product_of_the_librarys_is_made_again_with_the_steps_around_it(world:
     assert (
         queues[0]
         == {
-            "ag_gemm": ("launch_open", "_feed_all_kernel", "_await_rows_kernel", "launch_release"),
+            "ag_gemm": ("launch_open", "_feed_all_kernel", "launch_release"),
             "gemm_rs": ("launch_open", "_meet_kernel", "_pull_kernel"),
             "gemm_ar": ("_swap_kernel",),
         }[op]

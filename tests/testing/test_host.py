@@ -17,7 +17,7 @@ from tileflux import ops
 from tileflux.config import GemmConfig
 from tileflux.kernels import roles, steps
 from tileflux.kernels.operands import Operands, make_spec
-from tileflux.kernels.prepared import Launcher
+from tileflux.kernels.prepared import Launcher, Repeat
 from tileflux.symm.group import Group
 from tileflux.testing import host, run_ranks
 from tileflux.testing.bench import BenchCase
@@ -140,30 +140,36 @@ def test_everything_that_is_queued_is_noted_once_and_happens(monkeypatch: pytest
     ]  # fmt: skip
     a, b, out = torch.randn(3, 4), torch.randn(4, 5), torch.full((3, 5), torch.nan)
     target = torch.full((3, 5), torch.nan)
+    again = launchers[0].repeat(5, ("x", "table"), ())
+    here = SimpleNamespace(table=torch.zeros(1))
 
     def work() -> None:
         for number, launcher in enumerate(launchers):
             launcher.launch(number, "x", number)
+        again(None, here, a, None, out)
         kernel[(9,)]("y", num_warps=4)
         torch.mm(a, b, out=out)
         target.copy_(out, non_blocking=True)
 
-    before = (Launcher.launch, torch.mm, torch.Tensor.copy_, "copy_" in vars(torch.Tensor))
+    before = (Launcher.launch, Repeat.__call__, torch.mm, torch.Tensor.copy_, "copy_" in vars(torch.Tensor))
     clock, found = Clock(work), list[Queued]()
     clock()
     found = clock.note(lambda: (torch.zeros(1).copy_(torch.ones(1)), clock()))
-    assert [each.kind for each in found] == ["step", "gemm", "plain", "step", "library", "copy"], "within the op alone"
-    assert (Launcher.launch, torch.mm, torch.Tensor.copy_, "copy_" in vars(torch.Tensor)) == before
+    assert [each.kind for each in found] == ["step", "gemm", "plain", "step", "step", "library", "copy"], (
+        "within the op alone"
+    )
+    assert (Launcher.launch, Repeat.__call__, torch.mm, torch.Tensor.copy_, "copy_" in vars(torch.Tensor)) == before
     assert torch.equal(out, a @ b) and torch.equal(target, out)
     clock()
     num_calls = 3
-    assert [len(each.launched) for each in (step, fused, plain)] == [num_calls] * 3 and len(by_triton) == num_calls
+    assert [len(each.launched) for each in (step, fused, plain)] == [2 * num_calls, num_calls, num_calls]
+    assert len(by_triton) == num_calls
     # Again: our kernels that may wait are replaced, and the rest is as it was.
     out.fill_(torch.nan), target.fill_(torch.nan)
     replaced: list[str] = []
     replayed(found, {"gemm": lambda: replaced.append("gemm"), "step": lambda: replaced.append("step")})()
-    assert replaced == ["step", "gemm", "step"]
-    assert [len(each.launched) for each in (step, fused, plain)] == [num_calls, num_calls, num_calls + 1]
+    assert replaced == ["step", "gemm", "step", "step"]
+    assert [len(each.launched) for each in (step, fused, plain)] == [2 * num_calls, num_calls, num_calls + 1]
     assert plain.launched[-1] == plain.launched[0] and len(by_triton) == num_calls
     assert torch.equal(out, a @ b) and torch.equal(target, out)
 

@@ -72,7 +72,6 @@ def gather(
     return here, (
         steps.launch_open(here, world_size),
         steps.launch_feed(here, x, scale_x, 2 * sms_for(group), world_size, _feed_all_kernel),
-        steps.launch_alone(_await_rows_kernel, here, world_size),
     )
 
 
@@ -145,7 +144,6 @@ def _launch_pull(here: Turn, out: torch.Tensor, first_row: int, count: int, worl
 def _load_gather(here: Turn, scaled: bool, world_size: int) -> None:
     steps.launch_open(here, world_size, 0)
     launch_step(_feed_all_kernel, 0, (0, 0, 0, here.table), (scaled, world_size, _BLOCK), _NUM_WARPS)
-    steps.launch_alone(_await_rows_kernel, here, world_size, 0)
     steps.launch_release(here, world_size, 0)
 
 
@@ -169,10 +167,10 @@ def _feed_all_kernel(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows into the buffers of all ranks, this one's too, so that one product reads all of them.
+    """Rows into the buffers of all ranks, this one's too; ends when all ranks' are here, for one product to read.
 
     As ``feed``; but that sends to one peer after the other, so that each can begin early. Here rows are loaded once.
-    Buffers are free: ``open_call`` came before.
+    Buffers are free: ``open_call`` came before. Of all programs the last to send waits, so that it alone holds an SM.
     """
     rank = word(table_ptr, RANK)
     first_row, num_rows = shard(table_ptr, rank, WORLD)
@@ -183,9 +181,13 @@ def _feed_all_kernel(
             place = tl.load(table_ptr + SCALES) + first_row.to(tl.int64) * 4
             for owner in range(WORLD):
                 copy_run(data(table_ptr, owner, WORLD) + place, scale_x, num_rows.to(tl.int64) * 4, 256)
-    if num_rows > 0:  # noqa: SIM102
-        if arrive(counter_word(table_ptr, rank, rank, 0, WORLD), tl.num_programs(0)):
+    waits = tl.program_id(0) == 0  # with nothing to send, any of them
+    if num_rows > 0:
+        waits = arrive(counter_word(table_ptr, rank, rank, 0, WORLD), tl.num_programs(0))
+        if waits:
             raise_flags(table_ptr, 0, WORLD - 1, WORLD)
+    if waits:
+        _await_rows(table_ptr, WORLD)
     confirm_call(table_ptr)
 
 
@@ -206,17 +208,16 @@ def _copy_to_all(source, place, nbytes, table, WORLD: tl.constexpr, BLOCK: tl.co
         copy_run(data(table, owner, WORLD) + place + done, source + done, nbytes - done, BLOCK)
 
 
-@triton.jit(do_not_specialize=("table_ptr",))
-def _await_rows_kernel(table_ptr, WORLD: tl.constexpr):
+@triton.jit
+def _await_rows(table, WORLD: tl.constexpr):
     """Until the rows of every rank that has some are here."""
-    rank = word(table_ptr, RANK)
-    epoch = current_epoch(table_ptr, WORLD)
+    rank = word(table, RANK)
+    epoch = current_epoch(table, WORLD)
     for hop in range(1, WORLD):
         source = (rank + hop) % WORLD
-        _, num_rows = shard(table_ptr, source, WORLD)
+        _, num_rows = shard(table, source, WORLD)
         if num_rows > 0:
-            await_word(flag_word(table_ptr, rank, source, 0, WORLD), epoch + 1, source, table_ptr)
-    confirm_call(table_ptr)
+            await_word(flag_word(table, rank, source, 0, WORLD), epoch + 1, source, table)
 
 
 @triton.jit(do_not_specialize=("table_ptr",))

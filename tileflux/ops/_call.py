@@ -69,22 +69,23 @@ def check_out(
     dtype = dtype or like.dtype
     if out is None:
         return torch.empty(shape, dtype=dtype, device=like.device)
-    inputs = [like, *(other for other in others if other is not None)]
-    if any(tensor.requires_grad for tensor in (out, *inputs)) and torch.is_grad_enabled():
+    inputs = [like, *[other for other in others if other is not None]]
+    if torch.is_grad_enabled() and (out.requires_grad or any([tensor.requires_grad for tensor in inputs])):  # noqa: C419
         raise ValueError(
             f"{op}: out= records no gradient, and a tensor here requires one; leave it away, or use no_grad"
         )
     if out.is_conj() or out.is_neg():
         raise ValueError(f"{op}: out is a lazily conjugated or negated view; pass a plain tensor")
-    if tuple(out.shape) != shape or out.dtype != dtype or out.device != like.device or not out.is_contiguous():
+    if out.shape != shape or out.dtype != dtype or out.device != like.device or not out.is_contiguous():
         raise ValueError(
             f"{op}: out should be contiguous {shape} {dtype} on {like.device}, "
             f"not {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}"
         )
+    place, end = out.data_ptr(), out.data_ptr() + out.nbytes
     for tensor in inputs:
-        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        overlap = tensor.is_contiguous() and begin < out.data_ptr() + out.nbytes and out.data_ptr() < end
-        if overlap and (tensor is not like or begin - out.data_ptr() != own_place):
+        begin = tensor.data_ptr()
+        overlap = begin < end and place < begin + tensor.nbytes and tensor.is_contiguous()
+        if overlap and (tensor is not like or begin - place != own_place):
             raise ValueError(f"{op}: out overlaps the input; give them separate memory")
     torch.autograd.graph.increment_version(out)  # kernels write behind autograd's back
     return out

@@ -126,10 +126,8 @@ _STEPS = (
         "feed_all",
         {"x": "i64", "scale_x": "i64", "row_bytes": "i64"},
         {"SCALED": True, "BLOCK": BLOCK},
-        waits=False,
         module="direct",
     ),
-    _step("await_rows", {}, {}, signals=False, module="direct"),
     _step("meet", {}, {}, module="direct"),
     _step(
         "swap",

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from tileflux import ops
 from tileflux.kernels import steps
 from tileflux.kernels.operands import GemmSpec
-from tileflux.kernels.prepared import Launcher, relaunchable
+from tileflux.kernels.prepared import Launcher, Repeat, relaunchable
 from tileflux.perf.figures import baseline_of
 from tileflux.symm.group import Group
 from tileflux.testing.bench import BenchCase, check_suite, make_suite
@@ -194,11 +194,16 @@ def _note(group: Group, call: Call, clock: Clock) -> list[Queued]:
 @contextlib.contextmanager
 def noted(found: list[Queued]) -> Iterator[None]:
     """Note what is queued meanwhile: kernels of ours, by Triton's launcher or past it, products and copies."""
-    launch, run, multiply, copy = Launcher.launch, JITFunction.run, torch.mm, torch.Tensor.copy_
+    launch, repeat, run = Launcher.launch, Repeat.__call__, JITFunction.run
+    multiply, copy = torch.mm, torch.Tensor.copy_
 
     def note_launch(self: Launcher, grid: int, *arguments: object) -> None:
         found.append(Queued(_kind(self._constants), partial(launch, self, grid, *arguments)))
         launch(self, grid, *arguments)
+
+    def note_repeat(self: Repeat, *arguments: Any) -> None:
+        found.append(Queued("step", partial(repeat, self, *arguments)))
+        repeat(self, *arguments)
 
     def note_run(self: Any, *arguments: Any, **named: Any) -> object:
         found.append(Queued("step", partial(run, self, *arguments, **named)))
@@ -215,6 +220,7 @@ def noted(found: list[Queued]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, noting in (
             (Launcher, "launch", note_launch),
+            (Repeat, "__call__", note_repeat),
             (JITFunction, "run", note_run),
             (torch, "mm", note_product),
             (torch.Tensor, "copy_", note_copy),
