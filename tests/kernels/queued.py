@@ -57,29 +57,31 @@ class Queued:
     def _wait(self, event: str) -> None:
         self.seen.append((self._stream, "after", int(event)))
 
-    def sent(self, leaving: list[tuple[int, int, int]], opened: int = 1) -> list[tuple]:
-        """What is queued where each (owner, slab) is sent behind its count: of four at a time, counts first."""
+    def sent(self, leaving: list[tuple[int, range, tuple[int, ...]]], opened: int = 1) -> list[tuple]:
+        """What is queued where each (owner, slabs) is sent behind its counts: of four at a time, counts first."""
         expected: list[tuple] = []
         for first in range(0, len(leaving), 4):
             some, number = leaving[first : first + 4], opened + 1 + first
             expected.append(("closing", "after", opened))
-            for place, (owner, slab, num_tiles) in enumerate(some):
+            for place, (owner, slabs, num_tiles) in enumerate(some):
                 expected += [
-                    ("closing", "launch_close", owner, num_tiles, slab), ("closing", "event", number + place)
+                    ("closing", "launch_close", owner, num_tiles, slabs[0]), ("closing", "event", number + place)
                 ]  # fmt: skip
             expected.append(("sending", "after", opened))
-            for place, (owner, slab, _) in enumerate(some):
+            for place, (owner, slabs, _) in enumerate(some):
                 expected += [
                     ("sending", "after", number + place),
-                    ("sending", "copy", owner, self.group.rank, slab, ("staged", owner, slab)),
-                    ("sending", "flag", owner, slab),
+                    ("sending", "copy", owner, self.group.rank, slabs, ("staged", owner, slabs)),
+                    ("sending", "flag", owner, slabs[0]),
                 ]
         return expected
 
     def _step(self, name: str) -> Any:
-        def launch(here: Any, *arguments: Any, chunk: int = 0) -> None:
+        def launch(here: Any, *arguments: Any, chunk: int = 0, mostly_whole: bool | None = None) -> None:
             given = arguments[:2] if name == "launch_close" else ()
             told = (chunk,) if given or name == "launch_await_everyone" else ()
+            if name == "launch_sum_slabs":
+                told = ("mostly whole",) if mostly_whole else ()
             self.seen.append((self._stream, name, *given, *told))
 
         return launch
@@ -112,7 +114,7 @@ class Queued:
             staging=lambda dtype, n: torch.empty(sum(plan.rows), n, dtype=dtype),
             slot=lambda owner, source, dtype, n, epoch: torch.empty(max(plan.rows), n, dtype=dtype),
             slab_rows=lambda num_rows, dtype, n: torch.empty(num_rows, min(n, plan.slab_columns), dtype=dtype),
-            slab_at=lambda owner, source, index, dtype, n: place(owner, source, index),
-            slab_to_send=lambda owner, index, dtype, n: ("staged", owner, index),
-            staged_slab=lambda owner, index, dtype, n: ("staged", owner, index),
+            slabs_at=lambda owner, source, slabs, dtype, n: place(owner, source, slabs),
+            slabs_to_send=lambda owner, slabs, dtype, n: ("staged", owner, slabs),
+            staged_slabs=lambda owner, slabs, dtype, n: ("staged", owner, slabs),
         )

@@ -98,7 +98,11 @@ def test_each_owners_slab_is_sent_behind_its_count(monkeypatch: pytest.MonkeyPat
         ("load",), ("main", "counted"), ("main", "launch_open"), ("main", "event", 1), ("main", "gemm")
     ]  # fmt: skip
     expected += queued.sent(
-        [(owner, slab, tall * across) for slab, across in ((0, 2), (1, 1)) for owner, tall in ((3, 3), (0, 2))]
+        [
+            (owner, range(slab, slab + 1), (tall * across,))
+            for slab, across in ((0, 2), (1, 1))
+            for owner, tall in ((3, 3), (0, 2))
+        ]
     )
     joins = [("main", "join", "closing"), ("main", "launch_sum_slabs"), ("main", "join", "sending")]
     assert queued.seen == [*expected, *joins]
@@ -162,12 +166,13 @@ def test_pipelined_each_slab_is_sent_beside_the_next_ones_product(
     if by_copies:
         expected += [("main", "counted"), ("main", "launch_open")]
     for slab in range(2):
+        one = range(slab, slab + 1)
         expected += [("main", "gemm"), ("main", "launch_sums", slab), ("sending", "after", "all")]
         if not by_copies:
             expected.append(("sending", "launch_push_slab", slab))
         for owner in ((3, 0) if rank == 1 else (3, 0, 1)) if by_copies else ():
             expected += [
-                ("sending", "copy", owner, rank, slab, ("staged", owner, slab)), ("sending", "flag", owner, slab)
+                ("sending", "copy", owner, rank, one, ("staged", owner, one)), ("sending", "flag", owner, slab)
             ]  # fmt: skip
     last: list[tuple] = [("main", "launch_sum_slabs") if rows[rank] else ("main", "launch_release")]
     if not by_copies and rows[rank]:

@@ -37,13 +37,21 @@ def test_each_shard_is_sent_behind_its_count_and_the_next_is_counted_meanwhile(
         ("main", "counted"), ("main", "launch_open"), ("main", "event", 1), ("main", "gemm"),
     ]  # fmt: skip
     tall, widths = {0: 2, 1: 1, 3: 3}, {1: [3], 2: [2, 1], 3: [1, 1, 1]}[num_slabs]
-    owners = [owner for owner in ((rank + 1 + hop) % 4 for hop in range(3)) if rows[owner]]
-    expected += queued.sent(
-        [(owner, slab, tall[owner] * width) for owner in owners for slab, width in enumerate(widths)]
+    leaving: list[tuple[int, range, tuple[int, ...]]] = []
+    for owner in ((rank + 1 + hop) % 4 for hop in range(3)):
+        made = [tall[owner] * width for width in widths] if rows[owner] else []
+        if owner != (rank - 1) % 4 and made:
+            leaving.append((owner, range(num_slabs), tuple(made)))
+        elif made:
+            leaving += [(owner, range(slab, slab + 1), (count,)) for slab, count in enumerate(made)]
+    expected += queued.sent(leaving)
+    last = (
+        (("launch_sum",) if num_slabs == 1 else ("launch_sum_slabs", "mostly whole"))
+        if rows[rank]
+        else ("launch_release",)
     )
-    last = ("launch_sum" if num_slabs == 1 else "launch_sum_slabs") if rows[rank] else "launch_release"
     # The sum waits on many SMs, and must not be in the way of what tells when to send.
-    assert queued.seen == [*expected, ("main", "join", "closing"), ("main", last), ("main", "join", "sending")]
+    assert queued.seen == [*expected, ("main", "join", "closing"), ("main", *last), ("main", "join", "sending")]
 
 
 @pytest.mark.parametrize("strategy", ["fused", "pipelined"])
@@ -77,14 +85,16 @@ def test_slabs_leave_in_the_order_in_which_their_tiles_are_completed() -> None:
             last[owner, slab] = step
             counts[owner, slab] += 1
         found = departures(rank, plan, config, num_columns)
-        assert {(owner, slab): num_tiles for owner, slab, num_tiles in found} == {
-            each: count for each, count in counts.items() if each[0] != rank
-        }
-        ends = [last[owner, slab] for owner, slab, _ in found]
+        assert {
+            (owner, slab): count for owner, slabs, made in found for slab, count in zip(slabs, made, strict=True)
+        } == {each: count for each, count in counts.items() if each[0] != rank}
+        ends = [last[owner, slabs[-1]] for owner, slabs, _ in found]
         # Of a band the tiles of all its owners' rows are side by side: none is much later than the next.
         assert all(later > earlier - span * num_m * 3 for earlier, later in itertools.pairwise(ends))
-        assert [owner for owner, slab, _ in found if slab == 0] == [4, 5, 6, 7, 0, 1, 2]
         assert sorted(ends)[-1] == ends[-1], "what is complete last is sent last"
+        # All but the last owner's leave whole.
+        assert [owner for owner, _, _ in found if owner != 2] == [4, 5, 6, 7, 0, 1]
+        assert all(len(slabs) == (1 if owner == 2 else len(plan.slabs(num_columns))) for owner, slabs, _ in found)
 
 
 @pytest.mark.parametrize("rank", [1, 2])

@@ -99,11 +99,11 @@ def _send(
         slabs.launch_sums(here, groups.index, room, slab, world_size)
         for owner, count in enumerate(here.plan.rows):
             first = here.plan.first_rows[owner]
-            to_send = here.slab_to_send(owner, slab, dtype, num_columns)
+            to_send = here.slabs_to_send(owner, range(slab, slab + 1), dtype, num_columns)
             if owner != rank:
                 assert torch.equal(to_send, exact[first : first + count, cut])
             elif by_copies:
-                own = here.slab_at(rank, rank, slab, dtype, num_columns)
+                own = here.slabs_at(rank, rank, range(slab, slab + 1), dtype, num_columns)
                 assert torch.equal(own, exact[first : first + count, cut])
         if not by_copies:
             slabs.launch_push_slab(here, room, slab, 2, world_size)

@@ -86,9 +86,16 @@ def test_shards_that_are_pushed_are_summed_in_rank_order(
 
 
 def _scatter_slabs(
-    group: Group, rows: tuple[int, ...], width: int, dtype: torch.dtype, num_slabs: int, num_programs: int, seed: int
+    group: Group,
+    rows: tuple[int, ...],
+    width: int,
+    dtype: torch.dtype,
+    num_slabs: int,
+    num_programs: int,
+    mostly_whole: bool,
+    seed: int,
 ) -> None:
-    """Two calls of shards that come slab by slab, as copies would bring them."""
+    """Two calls of shards that come slab by slab, as copies would bring them; or whole but for the next rank's."""
     world_size, rank = group.world_size, group.rank
     config = GemmConfig(block_m=16, block_n=16, num_chunks=num_slabs)
     plan = combine_shards("moe_gemm_rs", rows, 1, width, dtype.itemsize, config, by_copies=True)
@@ -100,30 +107,38 @@ def _scatter_slabs(
         for index, columns in enumerate(plan.slabs(width)):
             for owner in range(world_size):
                 place = slice(plan.first_rows[owner], plan.first_rows[owner] + rows[owner])
-                slab = here.slab_at(owner, rank, index, dtype, width)
+                slab = here.slabs_at(owner, rank, range(index, index + 1), dtype, width)
                 slab.copy_(partials[rank][place, columns.start : columns.stop])
-                here.raise_flag(owner, index)
+                if not mostly_whole or owner == (rank - 1) % world_size:
+                    here.raise_flag(owner, index)
+        if mostly_whole:
+            for owner in range(world_size):
+                if owner != (rank - 1) % world_size:
+                    here.raise_flag(owner, 0)
         total = torch.zeros(sum(rows), width)
         for partial in partials:
             total += partial.float()
         room = poisoned((rows[rank] + 2, width), dtype)
-        steps.launch_sum_slabs(here, room[1:-1], num_programs, world_size)
+        steps.launch_sum_slabs(here, room[1:-1], num_programs, world_size, mostly_whole=mostly_whole)
         first = plan.first_rows[rank]
         assert torch.equal(room[1:-1], total[first : first + rows[rank]].to(dtype))
         assert room[0].isnan().all() and room[-1].isnan().all(), "wrote beside the result"
         assert here.epoch() == call + 1
 
 
+@pytest.mark.parametrize("mostly_whole", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("rows", "width", "num_slabs", "num_programs"),
-    [((5, 3), 40, 2, 1), ((1, 20, 2), 300, 1, 2), ((9, 9), 7, 4, 3), ((2, 11), 600, 2, 2)],
+    [((5, 3), 40, 2, 1), ((1, 20, 2), 300, 1, 2), ((9, 9), 7, 4, 3), ((2, 11), 600, 2, 2), ((3, 8, 17), 272, 3, 1)],
 )
 def test_shards_that_come_slab_by_slab_are_summed_in_rank_order(
-    dtype: torch.dtype, rows: tuple[int, ...], width: int, num_slabs: int, num_programs: int
+    dtype: torch.dtype, rows: tuple[int, ...], width: int, num_slabs: int, num_programs: int, mostly_whole: bool
 ) -> None:
     for seed in range(2):
-        simulate(_scatter_slabs, len(rows), seed, rows, width, dtype, num_slabs, num_programs, seed)
+        simulate(
+            _scatter_slabs, len(rows), seed, rows, width, dtype, num_slabs, num_programs, mostly_whole, seed
+        )  # fmt: skip
 
 
 def _one_slab_is_missing(group: Group) -> None:
@@ -183,7 +198,8 @@ def _load(group: Group) -> None:
     steps.load(scattered, x, torch.zeros(4), x, group.world_size)
     steps.load(scattered, x, None, x, group.world_size)
     combined = turn(group, combine_shards("moe_gemm_rs", (4, 4), 1, 8, 2, CONFIG, by_copies=True))
-    steps.load_for_slabs(combined, x, group.world_size)
+    for mostly_whole in (False, True):
+        steps.load_for_slabs(combined, x, group.world_size, mostly_whole)
     for made in (scattered, combined):
         for region in (made._control, made._flags, made._data):
             assert region.view().eq(0).all(), "a launch with nothing to do did something"

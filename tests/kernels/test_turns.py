@@ -186,8 +186,10 @@ def test_every_sum_has_one_place_among_what_is_sent_and_one_where_it_goes(
         num_slabs_here = len(here.plan.slabs(num_columns))
         here.own.view(torch.int32).zero_()
         here._data.view(dtype=torch.int32).zero_()
-        sent = [here.slab_to_send(owner, i, *shape) for owner in range(3) for i in range(num_slabs_here)]
-        slots = [here.slab_at(rank, source, i, *shape) for source in range(3) for i in range(num_slabs_here)]
+        sent = [here.slabs_to_send(owner, range(i, i + 1), *shape) for owner in range(3) for i in range(num_slabs_here)]
+        slots = [
+            here.slabs_at(rank, source, range(i, i + 1), *shape) for source in range(3) for i in range(num_slabs_here)
+        ]
         for each in (*sent, *slots):
             assert each.is_contiguous() and not each.count_nonzero(), "two slabs share a place"
             each += 1
@@ -197,9 +199,10 @@ def test_every_sum_has_one_place_among_what_is_sent_and_one_where_it_goes(
         assert used == sum(sizes) * num_columns and not here.own[3 * here.plan.slot_bytes :].count_nonzero()
         for owner in range(3):
             for index in range(num_slabs_here):
-                to = here.slab_at(owner, rank, index, *shape)
-                assert to.data_ptr() == made[owner].slab_at(owner, rank, index, *shape).data_ptr()
-                assert to.shape == here.slab_to_send(owner, index, *shape).shape
+                one = range(index, index + 1)
+                to = here.slabs_at(owner, rank, one, *shape)
+                assert to.data_ptr() == made[owner].slabs_at(owner, rank, one, *shape).data_ptr()
+                assert to.shape == here.slabs_to_send(owner, one, *shape).shape
                 word = here.staged(owner, index).data_ptr() - here._control.address(rank)
                 assert word == 4 * (CONTROL.staged(3) + owner * MAX_CHUNKS + index)
 

@@ -91,10 +91,10 @@ def test_sums_that_a_copy_will_send_lie_slab_by_slab(
     assert events == [("wait", product_count, 8, 1)], "for the products of the slab alone; nobody is told"
     right = _sums(products, positions, weights, range(first + row, first + num_rows), column)
     if owner == 1:
-        found = mine.slab_at(1, 1, slab, torch.float32, COLUMNS)
+        found = mine.slabs_at(1, 1, range(slab, slab + 1), torch.float32, COLUMNS)
         assert counters(mine).sum() == 0, "one's own are sent by nobody"
     else:
-        found = mine.slab_to_send(owner, slab, torch.float32, COLUMNS)
+        found = mine.slabs_to_send(owner, range(slab, slab + 1), torch.float32, COLUMNS)
         assert counters(mine)[owner, slab] == 1 and counters(mine).sum() == 1
     begin = column - 32 * slab
     part = found[row:, begin : begin + right.shape[1]]

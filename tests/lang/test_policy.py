@@ -180,7 +180,7 @@ def test_a_tile_that_a_copy_will_send_is_kept_and_counted(events: list[tuple], n
     assert not events and out.isnan().all()
     kept = turns[me].staging(torch.float32, 40)[56:60, 32:]
     if num_slabs > 1:
-        kept = turns[me].staged_slab(owner, 2, torch.float32, 40)[16:]
+        kept = turns[me].staged_slabs(owner, range(2, 3), torch.float32, 40)[16:]
         assert kept.shape == (4, 8) and kept.is_contiguous()
     assert torch.equal(kept, value[:4, :8])
     kept.view(torch.uint8).fill_(0x7F)
@@ -196,7 +196,7 @@ def test_ones_own_tile_waits_in_its_place_among_slabs(events: list[tuple]) -> No
         value, out.data_ptr(), turns[1].table, 1, 20, 16, 16, 20, 40, 1, 0, stage_tile, make_spec()
     )  # fmt: skip
     assert not events and out.isnan().all() and not counters(turns[1]).any()
-    kept = turns[1].slab_at(1, 1, 0, torch.float32, 40)
+    kept = turns[1].slabs_at(1, 1, range(1), torch.float32, 40)
     assert kept.shape == (20, 32) and torch.equal(kept[16:, 16:], value[:4])
     kept[16:, 16:].view(torch.uint8).fill_(0x7F)
     assert turns[1]._data.view(1).eq(0x7F).all(), "wrote beside its place"

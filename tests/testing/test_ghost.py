@@ -57,10 +57,10 @@ def test_calls_are_counted_by_op() -> None:
     assert (ghosts.num_calls("ag_gemm"), ghosts.num_calls("gemm_rs"), ghosts.num_calls("gemm")) == (3, 1, 0)
 
 
-@pytest.mark.parametrize("order", [None, [(1, 0), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]])
+@pytest.mark.parametrize("order", [None, [(1, range(2)), (2, range(2)), (3, range(1)), (3, range(1, 2))]])
 @pytest.mark.parametrize("watch_staging", [True, False])
 def test_slabs_are_sent_when_as_much_has_been_staged_or_sent(
-    watch_staging: bool, order: list[tuple[int, int]] | None, monkeypatch: pytest.MonkeyPatch
+    watch_staging: bool, order: list[tuple[int, range]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every direction the order in which ranks come to each other; no ack before the last slab has come."""
     rows, num_columns = (3, 4, 0, 5), 40
@@ -72,7 +72,7 @@ def test_slabs_are_sent_when_as_much_has_been_staged_or_sent(
         staged=lambda owner, slab: ("staged", owner, slab),
         flag=lambda owner, slab, source=0: ("flag", owner, slab, source),
         ack=lambda owner, peer: ("ack", owner, peer),
-        slab_at=lambda owner, source, slab, dtype, n: ("slot", owner, source, slab, dtype, n),
+        slabs_at=lambda owner, source, slabs, dtype, n: ("slot", owner, source, slabs, dtype, n),
     )
     ghosts = fake_ghosts(4)
     sending = SimpleNamespace(record_event=lambda: sum(each[0] == "send" for each in seen))
@@ -88,24 +88,30 @@ def test_slabs_are_sent_when_as_much_has_been_staged_or_sent(
     monkeypatch.setattr(
         ghosts, "_send", lambda source, chunk, to, slab: seen.append(("send", source, chunk, to, slab)), raising=True
     )
-    partials = [[torch.randn(3, 32), torch.randn(3, 8)] for _ in rows]
+    partials = [torch.randn(3, 40) for _ in rows]
     ghosts.scatter(here, partials, watch_staging=watch_staging, order=order)
     expected: list[tuple] = [("sending",)]
-    for number, (owner, slab) in enumerate(order or [(owner, slab) for slab in range(2) for owner in (1, 2, 3)], 1):
-        source = {1: 3, 2: 2, 3: 1}[owner]
+    pieces = order or [(owner, range(slab, slab + 1)) for slab in range(2) for owner in (1, 2, 3)]
+    sent: list[torch.Tensor] = []
+    for number, (owner, slabs) in enumerate(pieces, 1):
+        source, first = {1: 3, 2: 2, 3: 1}[owner], slabs[0]
         if rows[owner]:
-            expected.append(("wait", ("staged", owner, slab) if watch_staging else ("flag", owner, slab, 0), 7))
-        to = ("slot", 0, source, slab, torch.float32, num_columns)
-        expected += [("send", source, slab, to, partials[source][slab])]
-        expected += [("announcing",), ("after", number), ("write", ("flag", 0, slab, source), 7)]
+            told = ("staged", owner, slabs[-1]) if watch_staging else ("flag", owner, first, 0)
+            expected.append(("wait", told, 7))
+        expected += [("send", source, first, ("slot", 0, source, slabs, torch.float32, num_columns))]
+        expected += [("announcing",), ("after", number), ("write", ("flag", 0, first, source), 7)]
+        # Slabs of 32 and of 8 columns, with all rows of each together.
+        begin, end = (0 if first == 0 else 3 * 32), (3 * 32 if slabs[-1] == 0 else 3 * 40)
+        sent.append(partials[source].view(-1)[begin:end])
     expected.append(("answering",))
     for peer in (1, 2, 3):
         if rows[peer]:
-            expected.append(("wait", ("flag", peer, 1, 0), 7))
+            last = next(slabs[0] for owner, slabs in reversed(pieces) if owner == peer)
+            expected.append(("wait", ("flag", peer, last, 0), 7))
         expected.append(("write", ("ack", 0, peer), 7))
     assert [each[:4] for each in seen] == [each[:4] for each in expected]
-    sent = [each[4] for each in seen if each[0] == "send"]
-    assert all(one is other for one, other in zip(sent, (e[4] for e in expected if e[0] == "send"), strict=True))
+    found = [each[4] for each in seen if each[0] == "send"]
+    assert all(one.shape[0] == 3 and torch.equal(one.view(-1), other) for one, other in zip(found, sent, strict=True))
     assert ghosts.num_calls("moe_gemm_rs") == 7
 
 
@@ -187,8 +193,9 @@ class Scattering:
         n, tiles = self.weight.shape[0], self.config if strategy == "fused" else pipelined_tiles(self.config)
         plan = scatter_shards("gemm_rs", self.rows, n, 2, tiles, by_copies=True)
         cuts = [slice(columns.start, columns.stop) for columns in plan.slabs(n)]
-        slabs = [[each[:, cut].contiguous().pin_memory() for cut in cuts] for each in self.sent]
-        order = [(owner, slab) for owner, slab, _ in departures(0, plan, tiles, n)]
+        by_slab = [torch.cat([each[:, cut].reshape(-1) for cut in cuts]).view(-1, n) for each in self.sent]
+        slabs = [each.pin_memory() for each in by_slab]
+        order = [(each.owner, each.slabs) for each in departures(0, plan, tiles, n)]
         self.here = turn(group, plan)
         ghosts.start()
         ops.gemm_rs(
@@ -204,7 +211,7 @@ class Scattering:
         for peer in range(1, len(self.rows)):
             n, first = self.weight.shape[0], sum(self.rows[:peer])
             for index, columns in enumerate(self.here.plan.slabs(n)):
-                slab = self.here.slab_at(peer, 0, index, torch.bfloat16, n)
+                slab = self.here.slabs_at(peer, 0, range(index, index + 1), torch.bfloat16, n)
                 exact = self.exact[first : first + self.rows[peer], columns.start : columns.stop]
                 assert_close(slab.cuda(), exact, reduction=self.k)
 
@@ -263,8 +270,8 @@ def _stamp(rank: int, world_size: int) -> None:
                 assert sum(stamp.nbytes for stamp in mine) == 512 * 256 * 2, "a shard of rows, or of the result"
                 assert [stamp.chunk for stamp in mine] == list(range(len(mine)))
                 assert all(stamp.begin.elapsed_time(stamp.end) >= 0 for stamp in mine)
-            # Rows come in chunks, two of every peer; partial sums in one piece.
-            assert len(ghosts.stamps) == (3 * 2 if op == "ag_gemm" else 3)
+            # Rows come in chunks, two of every peer; partial sums whole, but for the last peer's.
+            assert len(ghosts.stamps) == (3 * 2 if op == "ag_gemm" else 2 + 2)
 
 
 @pytest.mark.gpu

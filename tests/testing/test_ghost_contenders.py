@@ -87,9 +87,9 @@ class Playing:
         self.played.append(("gather", here.plan, x))
 
     def scatter(
-        self, here: Any, partials: list[list[torch.Tensor]], *, watch_staging: bool, order: list[tuple[int, int]]
+        self, here: Any, partials: list[torch.Tensor], *, watch_staging: bool, order: list[tuple[int, range]]
     ) -> None:
-        shapes = [[tuple(slab.shape) for slab in slabs] for slabs in partials]
+        shapes = [tuple(part.shape) for part in partials]
         self.played.append(("scatter", here.plan, (watch_staging, order, shapes)))
 
 
@@ -152,9 +152,11 @@ def test_ghosts_play_by_the_plan_of_the_way_that_is_tried(
             assert detail is task.ghost_rows
         else:
             in_slabs = config.num_chunks > 1 and strategy == "fused"
-            widths = [32, 32] if in_slabs else [64]  # four tiles: two slabs, of three at most
-            order = [(owner, slab) for slab in range(len(widths)) for owner in (1, 2, 3)]  # all of one band
-            assert detail == (strategy == "fused", order, [[(750, width) for width in widths]] * 4)
+            # Four tiles: two slabs, of three at most. One band has all of them, the last owner's first slab first.
+            order = [(owner, range(1)) for owner in (1, 2, 3)]
+            if in_slabs:
+                order = [(3, range(1)), (1, range(2)), (2, range(2)), (3, range(1, 2))]
+            assert detail == (strategy == "fused", order, [(750, 64)] * 4)
         # 750 rows in chunks of 256 are two whole ones and a rest: the library has loaded both before anything waits.
         chunks = ([750] if config.num_chunks == 1 else [238, 256]) if (op, strategy) == ("ag_gemm", "pipelined") else []
         assert multiplied == chunks and len(synchronized) == bool(chunks)

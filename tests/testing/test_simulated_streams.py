@@ -89,11 +89,22 @@ def _sum_of_whoever_is_there(table, chunk, WORLD: tl.constexpr):
     """Does not wait."""
 
 
+def _plant_hasty_sum(patch: Patch) -> None:
+    for name in ("await_everyone", "await_pieces"):
+        patch.setattr(steps, name, _sum_of_whoever_is_there)
+
+
+@triton.jit
+def _whole_by_its_first_slab(table, slab, WORLD: tl.constexpr):
+    """As if what comes slab by slab were whole, too."""
+    turn.await_flags(table, 0, WORLD - 1, WORLD)
+
+
 def _plant_close(patch: Patch) -> None:
     real = steps.launch_close
 
-    def launch(here: Any, owner: int, num_tiles: int, *others: Any, **named: Any) -> None:
-        real(here, owner, num_tiles - 1, *others, **named)
+    def launch(here: Any, owner: int, num_tiles: tuple[int, ...], *others: Any, **named: Any) -> None:
+        real(here, owner, (*num_tiles[:-1], num_tiles[-1] - 1), *others, **named)
 
     patch.setattr(steps, "launch_close", launch)
 
@@ -121,7 +132,11 @@ FUSED = ("gemm_rs fused", "gemm_rs fused, in slabs", "moe_gemm_rs fused")
 BUGS: dict[str, tuple[Callable[[Patch], None], tuple[str, ...]]] = {
     "nobody waits for counts": (lambda p: p.setattr(turn, "wait", _no_wait), FUSED),
     "nobody waits for acks": (lambda p: p.setattr(turn, "await_acks", _no_acks), FUSED),
-    "a sum waits for nobody": (lambda p: p.setattr(steps, "await_everyone", _sum_of_whoever_is_there), FUSED),
+    "a sum waits for nobody": (_plant_hasty_sum, FUSED),
+    "a sum takes a slab for a shard": (
+        lambda p: p.setattr(steps, "await_pieces", _whole_by_its_first_slab),
+        ("gemm_rs fused, in slabs",),
+    ),
     "a shard is sent before its last tile": (_plant_close, FUSED),
     "flags overtake what they announce": (_plant_flags_first, FUSED),
     "tokens are added up before their rows are there": (

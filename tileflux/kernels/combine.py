@@ -28,7 +28,7 @@ from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import reduce_plan
 from tileflux.kernels.reduce import reduce
 from tileflux.kernels.roles import COMBINE, COMBINE_SEND, COMBINE_STAGE, PLAIN
-from tileflux.kernels.scatter import own_part, send_counted, send_slab, sum_copied
+from tileflux.kernels.scatter import Departure, own_part, send_counted, send_slabs, sum_copied
 from tileflux.kernels.shards import combine_shards, slab_shards
 from tileflux.kernels.turns import Turn, turn
 from tileflux.symm.group import Group
@@ -111,7 +111,7 @@ def _multiply_by_slab(group: Group, here: Turn, operands: Operands, groups: Grou
         elif owners:
             with beside(group):
                 for owner in owners:
-                    send_slab(here, out, here.slab_to_send, owner, slab)
+                    send_slabs(here, out, here.slabs_to_send, owner, range(slab, slab + 1))
     if by_copies:
         sum_copied(group, here, out)
     else:
@@ -197,9 +197,11 @@ def _copy_finished(group: Group, here: Turn, operands: Operands, config: GemmCon
     owners = [owner for hop in range(1, world_size) if rows[owner := (rank + hop) % world_size]]
     # In the order in which ``slab_order`` comes to them.
     leaving = [
-        (owner, slab, -(-rows[owner] // config.block_m) * -(-len(columns) // config.block_n))
+        Departure(
+            owner, range(slab, slab + 1), (-(-rows[owner] // config.block_m) * -(-len(columns) // config.block_n),)
+        )
         for slab, columns in enumerate(here.plan.slabs(out.shape[1]))
         for owner in owners
     ]
-    send_counted(group, here, opened, leaving, partial(send_slab, here, out, here.slab_to_send))
+    send_counted(group, here, opened, leaving, partial(send_slabs, here, out, here.slabs_to_send))
     sum_copied(group, here, out)

@@ -355,10 +355,10 @@ def load_steps(group: Group, here: Turn, part: Operands) -> None:
     load_once(group.device, key, load, group)
 
 
-def load_slab_steps(group: Group, here: Turn, out: torch.Tensor) -> None:
+def load_slab_steps(group: Group, here: Turn, out: torch.Tensor, *, mostly_whole: bool = False) -> None:
     """Load those that send and sum slab by slab."""
-    load = partial(steps.load_for_slabs, here, out, group.world_size)
-    load_once(group.device, ("steps by slab", group.world_size, out.dtype), load, group)
+    load = partial(steps.load_for_slabs, here, out, group.world_size, mostly_whole)
+    load_once(group.device, ("steps by slab", group.world_size, out.dtype, mostly_whole), load, group)
 
 
 def _load_later_parts(

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -46,6 +47,7 @@ from tileflux.lang.schedule import departing_bands
 from tileflux.symm.group import Group
 
 __all__ = [
+    "Departure",
     "departures",
     "num_summers",
     "own_part",
@@ -53,7 +55,7 @@ __all__ = [
     "run_scatter",
     "run_spread",
     "send_counted",
-    "send_slab",
+    "send_slabs",
     "sum_all",
     "sum_copied",
     "swap_sums",
@@ -175,7 +177,7 @@ def _copy_finished(
     here = turn(group, scatter_shards("gemm_rs", rows, out.shape[1], out.element_size(), tiles, by_copies=True))
     load_steps(group, here, operands)
     if here.plan.slab_columns:
-        load_slab_steps(group, here, out)
+        load_slab_steps(group, here, out, mostly_whole=True)
     given = (group, here, operands.x, operands.scale_x, out)
     _open_counted(*given)
     if strategy == "fused":
@@ -189,7 +191,7 @@ def _copy_finished(
         multiply(group, _shard_of(mine, here, owner, mine.out), config)
         if rows[owner]:
             with beside(group):
-                send_slab(here, out, here.staged_slab, owner, 0)
+                send_slabs(here, out, here.staged_slabs, owner, range(1))
     own_slot = here.slot(rank, rank, out.dtype, out.shape[1], 0)
     multiply(group, dataclasses.replace(_shard_of(mine, here, rank, mine.out), out=own_slot[: rows[rank]]), config)
     sum_copied(group, here, out)
@@ -212,30 +214,50 @@ def _send_counted(
 ) -> None:
     """Send each shard, or slab of one, when its tiles have been counted; then sum."""
     leaving = departures(group.rank, here.plan, config, out.shape[1])
-    send_counted(group, here, here.opened, leaving, partial(send_slab, here, out, here.staged_slab))
-    sum_copied(group, here, out)
+    send_counted(group, here, here.opened, leaving, partial(send_slabs, here, out, here.staged_slabs))
+    sum_copied(group, here, out, mostly_whole=True)
+
+
+class Departure(NamedTuple):
+    """What leaves in one piece."""
+
+    owner: int
+    slabs: range
+    """Of its shard, one behind the other."""
+    num_tiles: tuple[int, ...]
+    """That make up each of them; none where the owner has no rows."""
 
 
 @functools.lru_cache(maxsize=1024)
-def departures(rank: int, plan: ShardPlan, config: GemmConfig, num_columns: int) -> tuple[tuple[int, int, int], ...]:
-    """(owner, slab, its tiles, if any) of all that leaves, in the order in which ``departure_order`` completes it."""
-    slabs, world_size = plan.slabs(num_columns), len(plan.rows)
+def departures(rank: int, plan: ShardPlan, config: GemmConfig, num_columns: int) -> tuple[Departure, ...]:
+    """All that leaves, in the order in which ``departure_order`` completes it.
+
+    Whole shards, but for the last: what is left of that when the product ends is on its way behind it, and is little
+    where it leaves slab by slab. ``await_pieces`` knows.
+    """
+    across = [-(-len(columns) // config.block_n) for columns in plan.slabs(num_columns)]
+    world_size, last = len(plan.rows), (rank - 1) % len(plan.rows)
+
+    def tiles_of(owner: int) -> tuple[int, ...]:
+        return tuple(-(-plan.rows[owner] // config.block_m) * wide for wide in across)
+
     found = []
     for band in departing_bands(world_size - 1, config.span, config.alone):
         owners = [(rank + 1 + place) % world_size for place in band]
-        for index, columns in enumerate(slabs):
-            across = -(-len(columns) // config.block_n)
-            found += [(owner, index, -(-plan.rows[owner] // config.block_m) * across) for owner in owners]
+        whole = [Departure(owner, range(len(across)), tiles_of(owner)) for owner in owners if owner != last]
+        pieces = [Departure(last, range(i, i + 1), (count,)) for i, count in enumerate(tiles_of(last))]
+        # Tiles of a band are side by side, slab by slab: the others are complete when the last one's last slab is.
+        found += [*pieces[:-1], *whole, pieces[-1]] if last in owners else whole
     return tuple(found)
 
 
-def sum_copied(group: Group, here: Turn, out: torch.Tensor) -> None:
+def sum_copied(group: Group, here: Turn, out: torch.Tensor, *, mostly_whole: bool = False) -> None:
     """Sum what copies bring, a shard or slab by slab as they come, and end the call."""
     # Before what has been sent is waited for: peers' sums come at the same time, the other way.
     if not here.plan.rows[group.rank]:
         steps.launch_release(here, group.world_size)  # nobody sends
     elif here.plan.slab_columns:
-        steps.launch_sum_slabs(here, out, num_summers(group), group.world_size)
+        steps.launch_sum_slabs(here, out, num_summers(group), group.world_size, mostly_whole=mostly_whole)
     else:
         steps.launch_sum(here, out, num_summers(group), group.world_size)
     # A stream that nothing was queued on is not part of a CUDA graph that may be captured.
@@ -247,28 +269,28 @@ def send_counted(
     group: Group,
     here: Turn,
     opened: torch.cuda.Event,
-    leaving: Sequence[tuple[int, int, int]],
-    send: Callable[[int, int], None],
+    leaving: Sequence[Departure],
+    send: Callable[[int, range], None],
 ) -> None:
-    """``send`` each (owner, slab) beside the product, once so many of its tiles have been counted.
+    """``send`` each to its owner beside the product, once all its tiles have been counted.
 
     Counts are waited for on a stream of their own, some at a time: to change streams for each would take the host
     longer than the GPU has work for.
     """
-    leaving = [each for each in leaving if each[-1]]
+    leaving = [each for each in leaving if any(each.num_tiles)]
     for first in range(0, len(leaving), _CLOSED_AT_ONCE):
         some = leaving[first : first + _CLOSED_AT_ONCE]
         with beside(group, after=opened, closing=True):
             closing = torch.cuda.current_stream(group.device)
             closed = []
-            for owner, index, num_tiles in some:
-                steps.launch_close(here, owner, num_tiles, group.world_size, chunk=index)
+            for owner, slabs, num_tiles in some:
+                steps.launch_close(here, owner, num_tiles, group.world_size, chunk=slabs[0])
                 closed.append(closing.record_event())
         with beside(group, after=opened):
             sending = torch.cuda.current_stream(group.device)
-            for (owner, index, _), event in zip(some, closed, strict=True):
+            for (owner, slabs, _), event in zip(some, closed, strict=True):
                 sending.wait_event(event)
-                send(owner, index)
+                send(owner, slabs)
     if leaving:
         join(group, closing=True)
 
@@ -281,11 +303,11 @@ def _shard_of(operands: Operands, here: Turn, owner: int, out: torch.Tensor) -> 
     return dataclasses.replace(operands, x=operands.x[rows], scale_x=scale, out=out[rows])
 
 
-def send_slab(here: Turn, out: torch.Tensor, staged: Callable[..., torch.Tensor], owner: int, index: int) -> None:
-    """Copy the slab that ``staged`` finds to its owner, and announce it; where there are none it is the shard."""
-    slab = staged(owner, index, out.dtype, out.shape[1])
-    here.slab_at(owner, here.rank, index, out.dtype, out.shape[1]).copy_(slab, non_blocking=True)
-    here.announce(owner, index)
+def send_slabs(here: Turn, out: torch.Tensor, staged: Callable[..., torch.Tensor], owner: int, slabs: range) -> None:
+    """Copy the slabs that ``staged`` finds to their owner in one piece, and announce it by the first of them."""
+    piece = staged(owner, slabs, out.dtype, out.shape[1])
+    here.slabs_at(owner, here.rank, slabs, out.dtype, out.shape[1]).copy_(piece, non_blocking=True)
+    here.announce(owner, slabs[0])
 
 
 def own_part(operands: Operands, num_rows: int) -> Operands:
@@ -296,4 +318,4 @@ def own_part(operands: Operands, num_rows: int) -> Operands:
 
 def num_summers(group: Group) -> int:
     """Programs that sum at the speed of memory. They wait, so there must be room beside them for who sends."""
-    return max(1, sms_for(group) // 2 if "same GPU" in group.traits.links else 2 * sms_for(group))
+    return max(1, sms_for(group) // 2 if "same GPU" in group.traits.links else 4 * sms_for(group))

@@ -66,6 +66,11 @@ class ShardPlan:
         firsts = range(0, num_columns, self.slab_columns)
         return [range(first, min(num_columns, first + self.slab_columns)) for first in firsts]
 
+    def columns(self, slabs: range, num_columns: int) -> range:
+        """Of some slabs, one behind the other."""
+        all_slabs = self.slabs(num_columns)
+        return range(all_slabs[slabs[0]].start, all_slabs[slabs[-1]].stop)
+
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

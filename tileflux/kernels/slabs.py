@@ -4,7 +4,7 @@ The weights of all experts are one matrix, in which an expert's rows begin where
 wide as a whole part of it, say an S-th, the same matrix holds S times as many experts of that width, of which every
 S-th is wanted: so the list of tiles is made anew with the experts' numbers times S, and serves all slabs.
 
-Sums lie as copies send them (``Turn.slab_to_send``): a slot for each owner, in which a share of tokens lies slab by
+Sums lie as copies send them (``Turn.slabs_to_send``): a slot for each owner, in which a share of tokens lies slab by
 slab. One's own go to one's own slot, where all ranks' are added up.
 """
 

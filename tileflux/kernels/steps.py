@@ -6,6 +6,7 @@ as the fused kernel uses them, while a reduce-scatter announces whole shards. Th
 """
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from tileflux.lang.turn import (
     SLOT_BYTES,
     ack_word,
     await_flags,
+    await_pieces,
     close_chunk,
     confirm_call,
     counter_word,
@@ -95,11 +97,15 @@ def launch_await_everyone(turn: Turn, world_size: int, num_programs: int = 1, ch
 
 
 def launch_close(
-    turn: Turn, owner: int, num_tiles: int, world_size: int, num_programs: int = 1, chunk: int = 0
+    turn: Turn, owner: int, num_tiles: Sequence[int], world_size: int, num_programs: int = 1, chunk: int = 0
 ) -> None:
-    """Let the stream wait until so many tiles of a chunk, or slab, of ``owner``'s shard have been counted."""
+    """Let the stream wait until so many tiles of chunks, or slabs, of ``owner``'s shard have been counted.
+
+    ``num_tiles`` of each from ``chunk`` on; all but the last have as many.
+    """
+    arguments = (owner, chunk, len(num_tiles), num_tiles[0], num_tiles[-1], turn.table)
     with launching(turn.group):
-        launch_step(_close_kernel, num_programs, (owner, chunk, num_tiles, turn.table), (world_size,), 1)
+        launch_step(_close_kernel, num_programs, arguments, (world_size,), 1)
 
 
 def launch_push(turn: Turn, partial: torch.Tensor, owner: int, num_feeders: int, world_size: int) -> None:
@@ -118,12 +124,14 @@ def launch_sum(turn: Turn, out: torch.Tensor, num_programs: int, world_size: int
         return launch_step(_sum_kernel, num_programs, arguments, constants, _NUM_WARPS, ((0, OUT),))
 
 
-def launch_sum_slabs(turn: Turn, out: torch.Tensor, num_programs: int, world_size: int) -> None:
-    """As ``launch_sum``, of shards that come and lie slab by slab."""
+def launch_sum_slabs(
+    turn: Turn, out: torch.Tensor, num_programs: int, world_size: int, *, mostly_whole: bool = False
+) -> None:
+    """As ``launch_sum``, of shards that lie slab by slab, and come so; ``mostly_whole``: from the next rank alone."""
     address, (num_rows, num_columns) = out.data_ptr(), out.shape
     arguments = (address, num_rows, num_columns, turn.plan.slab_columns, turn.table)
     is_aligned = address % 16 == 0 and num_columns * out.element_size() % 16 == 0
-    constants = (ELEMENTS[out.dtype], is_aligned, world_size, *_SUM_BLOCK)
+    constants = (ELEMENTS[out.dtype], is_aligned, mostly_whole, world_size, *_SUM_BLOCK)
     with launching(turn.group):
         launch_step(_sum_slabs_kernel, num_programs, arguments, constants, _NUM_WARPS)
 
@@ -147,7 +155,7 @@ def load(turn: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.T
     launch_feed(turn, x, scale_x, 0, world_size)
     launch_push(turn, out, 0, 0, world_size)
     launch_open(turn, world_size, 0)
-    launch_close(turn, 0, 0, world_size, 0)
+    launch_close(turn, 0, (0,), world_size, 0)
     launch_await(turn, 0, 0, world_size, 0)
     launch_await_everyone(turn, world_size, 0)
     launch_release(turn, world_size, 0)
@@ -156,14 +164,14 @@ def load(turn: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.T
         launch_step(_sum_kernel, 0, (0, 0, turn.table), constants, _NUM_WARPS)
 
 
-def load_for_slabs(turn: Turn, out: torch.Tensor, world_size: int) -> None:
+def load_for_slabs(turn: Turn, out: torch.Tensor, world_size: int, mostly_whole: bool) -> None:
     """The same of those that send and sum slab by slab."""
     launch_open(turn, world_size, 0)
     launch_await_everyone(turn, world_size, 0)
-    launch_close(turn, 0, 0, world_size, 0)
+    launch_close(turn, 0, (0,), world_size, 0)
     launch_release(turn, world_size, 0)
     for aligned in (False, True):
-        constants = (ELEMENTS[out.dtype], aligned, world_size, *_SUM_BLOCK)
+        constants = (ELEMENTS[out.dtype], aligned, mostly_whole, world_size, *_SUM_BLOCK)
         launch_step(_sum_slabs_kernel, 0, (0, 0, 0, 1, turn.table), constants, _NUM_WARPS)
 
 
@@ -188,9 +196,21 @@ def _open_kernel(table_ptr, WORLD: tl.constexpr):
     confirm_call(table_ptr)
 
 
-@triton.jit(do_not_specialize=("owner", "chunk", "num_tiles", "table_ptr"))
-def _close_kernel(owner: tl.int32, chunk: tl.int32, num_tiles: tl.int32, table_ptr, WORLD: tl.constexpr):
-    close_chunk(table_ptr, owner, chunk, num_tiles, WORLD)
+@triton.jit(do_not_specialize=("owner", "chunk", "num_chunks", "num_tiles", "last_tiles", "table_ptr"))
+def _close_kernel(
+    owner: tl.int32,
+    chunk: tl.int32,
+    num_chunks: tl.int32,
+    num_tiles: tl.int32,
+    last_tiles: tl.int32,
+    table_ptr,
+    WORLD: tl.constexpr,
+):
+    for index in range(num_chunks):
+        wanted = num_tiles
+        if index == num_chunks - 1:
+            wanted = last_tiles
+        close_chunk(table_ptr, owner, chunk + index, wanted, WORLD)
     confirm_call(table_ptr)
 
 
@@ -287,6 +307,7 @@ def _sum_slabs_kernel(
     table_ptr,
     TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    MOSTLY_WHOLE: tl.constexpr,
     WORLD: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -298,22 +319,32 @@ def _sum_slabs_kernel(
         # So that the compiler can tell that every row is whole units of 16 bytes. A slab is whole tiles.
         N = N // (128 // TYPE.primitive_bitwidth) * (128 // TYPE.primitive_bitwidth)
         slab_columns = slab_columns // 16 * 16
-    to = typed(out, TYPE, ALIGNED)
+    BYTES: tl.constexpr = TYPE.primitive_bitwidth // 8
+    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     for slab in range(tl.cdiv(N, slab_columns)):
-        await_everyone(table_ptr, slab, WORLD)
+        if MOSTLY_WHOLE:
+            await_pieces(table_ptr, slab, WORLD)
+        else:
+            await_everyone(table_ptr, slab, WORLD)
         begin = slab * slab_columns
         width = min(N - begin, slab_columns)
         if ALIGNED:
             width = width // (128 // TYPE.primitive_bitwidth) * (128 // TYPE.primitive_bitwidth)
         first = slot(table_ptr, rank, tl.full((), 0, tl.int32), epoch, WORLD)
-        first += num_rows.to(tl.int64) * begin * (TYPE.primitive_bitwidth // 8)
+        first += num_rows.to(tl.int64) * begin * BYTES
         across = tl.cdiv(width, COLUMNS)
         for block in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * across, tl.num_programs(0)):
-            rows = (block // across * ROWS + tl.arange(0, ROWS))[:, None]
-            columns = (block % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-            mask = (rows < num_rows) & (columns < width)
-            total = sum_slots(first, rows.to(tl.int64) * width + columns, mask, stride, TYPE, ALIGNED, WORLD)
-            tl.store(to + (rows.to(tl.int64) * N + (begin + columns)), total.to(TYPE), mask=mask)
+            row, column = block // across * ROWS, block % across * COLUMNS
+            source = first + (row.to(tl.int64) * width + column) * BYTES
+            to = typed(out + (row.to(tl.int64) * N + begin + column) * BYTES, TYPE, ALIGNED)
+            if (row + ROWS <= num_rows) & (column + COLUMNS <= width):
+                # With a mask, loads would be queued one behind the other: 8 times as long a way to memory.
+                total = sum_slots(source, rows * width + columns, None, stride, TYPE, ALIGNED, WORLD)
+                tl.store(to + (rows * N + columns), total.to(TYPE))
+            else:
+                mask = (row + rows < num_rows) & (column + columns < width)
+                total = sum_slots(source, rows * width + columns, mask, stride, TYPE, ALIGNED, WORLD)
+                tl.store(to + (rows * N + columns), total.to(TYPE), mask=mask)
     release(table_ptr, WORLD)
 
 

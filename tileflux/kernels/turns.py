@@ -231,26 +231,29 @@ class Turn:
         return self.staging(dtype, num_columns)[first : first + self.plan.rows[owner]]
 
     @_made_once
-    def staged_slab(self, owner: int, index: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
-        """A slab of them, or all where there are none; ``slab_at`` is where it goes."""
+    def staged_slabs(self, owner: int, slabs: range, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
+        """Some slabs of them, which lie one behind the other; ``slabs_at`` is where they go. None are cut: number 0."""
         shard = self.shard_to_send(owner, dtype, num_columns).view(-1).view(torch.uint8)
-        return self._slab(shard, owner, index, dtype, num_columns)
+        return self._slabs(shard, owner, slabs, dtype, num_columns)
 
     @_made_once
-    def slab_to_send(self, owner: int, index: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
-        """A slab of this rank's sums that ``owner`` will add to others': its rows, without gaps."""
+    def slabs_to_send(self, owner: int, slabs: range, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
+        """Slabs of this rank's sums that ``owner`` will add to others': its rows, without gaps."""
         begin = owner * self.plan.slot_bytes
-        return self._slab(self.own[begin : begin + self.plan.slot_bytes], owner, index, dtype, num_columns)
+        return self._slabs(self.own[begin : begin + self.plan.slot_bytes], owner, slabs, dtype, num_columns)
 
     @_made_once
-    def slab_at(self, owner: int, source: int, index: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
-        """Where ``source``'s goes."""
+    def slabs_at(self, owner: int, source: int, slabs: range, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
+        """Where ``source``'s go."""
         begin = source * self.plan.slot_bytes
         slot = self._data.view(owner)[begin : begin + self.plan.slot_bytes]
-        return self._slab(slot, owner, index, dtype, num_columns)
+        return self._slabs(slot, owner, slabs, dtype, num_columns)
 
-    def _slab(self, slot: torch.Tensor, owner: int, index: int, dtype: torch.dtype, num_columns: int) -> torch.Tensor:
-        num_rows, columns = self.plan.rows[owner], self.plan.slabs(num_columns)[index]
+    def _slabs(
+        self, slot: torch.Tensor, owner: int, slabs: range, dtype: torch.dtype, num_columns: int
+    ) -> torch.Tensor:
+        """Of several the shape says only how many bytes there are: each slab's rows are together."""
+        num_rows, columns = self.plan.rows[owner], self.plan.columns(slabs, num_columns)
         begin, size = (num_rows * count * dtype.itemsize for count in (columns.start, len(columns)))
         return slot[begin : begin + size].view(dtype).view(num_rows, len(columns))
 

@@ -34,6 +34,7 @@ __all__ = [
     "ack_word",
     "await_acks",
     "await_flags",
+    "await_pieces",
     "close_chunk",
     "confirm_call",
     "counter_word",
@@ -132,6 +133,12 @@ def await_flags(table, index, COUNT: tl.constexpr, WORLD: tl.constexpr):
 
 
 @triton.jit
+def await_pieces(table, slab, WORLD: tl.constexpr):
+    """Until ``slab`` is here where the next rank's shard comes slab by slab, and others' whole, announced as slab 0."""
+    _await_words(_piece_here, slab, current_epoch(table, WORLD) + 1, table, WORLD - 1, WORLD)
+
+
+@triton.jit
 def await_acks(table, wanted, WORLD: tl.constexpr):
     """Until every peer has finished ``wanted`` calls."""
     _await_words(_ack_here, 0, wanted, table, WORLD - 1, WORLD)
@@ -152,6 +159,11 @@ def _await_words(HERE: tl.constexpr, index, wanted, table, COUNT: tl.constexpr, 
 @triton.jit
 def _flag_here(table, source, index, WORLD: tl.constexpr):
     return flag_word(table, word(table, RANK), source, index, WORLD)
+
+
+@triton.jit
+def _piece_here(table, source, slab, WORLD: tl.constexpr):
+    return _flag_here(table, source, tl.where(source == (word(table, RANK) + 1) % WORLD, slab, 0), WORLD)
 
 
 @triton.jit

@@ -106,7 +106,7 @@ def _step(
 _STEPS = (
     _step("feed", {"x": "i64", "scale_x": "i64", "row_bytes": "i64"}, {"SCALED": True, "BLOCK": BLOCK}),
     _step("open", {}, {}, signals=False),
-    _step("close", {"owner": "i32", "chunk": "i32", "num_tiles": "i32"}, {}),
+    _step("close", dict.fromkeys(("owner", "chunk", "num_chunks", "num_tiles", "last_tiles"), "i32"), {}),
     _step("await", {"source": "i32", "chunk": "i32"}, {}, signals=False),
     _step("await_everyone", {"chunk": "i32"}, {}, signals=False),
     _step("push", {"partial": "i64", "nbytes": "i64", "owner": "i32"}, {"BLOCK": BLOCK}),
@@ -118,7 +118,13 @@ _STEPS = (
     _step(
         "sum_slabs",
         {"out": "i64", "num_rows": "i32", "N": "i32", "slab_columns": "i32"},
-        {"TYPE": Imported("triton.language:bfloat16"), "ALIGNED": True, "ROWS": 8, "COLUMNS": 256},
+        {
+            "TYPE": Imported("triton.language:bfloat16"),
+            "ALIGNED": True,
+            "MOSTLY_WHOLE": True,
+            "ROWS": 8,
+            "COLUMNS": 256,
+        },  # fmt: skip
     ),
     _step("release", {}, {}, waits=False),
     _step("push_slab", {"row_bytes": "i64", "slab": "i32"}, {"BLOCK": BLOCK}, module="slabs"),

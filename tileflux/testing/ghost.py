@@ -98,38 +98,40 @@ class Ghosts:
     def scatter(
         self,
         here: Turn,
-        partials: Sequence[Sequence[torch.Tensor]],
+        partials: Sequence[torch.Tensor],
         *,
         watch_staging: bool,
-        order: Sequence[tuple[int, int]] | None = None,
+        order: Sequence[tuple[int, range]] | None = None,
     ) -> None:
         """Send every ghost's partial sums of the real rank's rows, and take its own for them.
 
-        ``partials`` are pinned ``[m, columns of the slab]``, by source and slab; a single slab has all columns. A ghost
-        sends one when it would have computed it: when the real rank has computed the same slab for the owner that it
-        comes to at that step, in the ``order`` of (owner, slab), or one slab for all owners after the other. With
-        ``watch_staging`` that is told by the word behind its tiles, else by the flag behind its copy, a little later.
+        ``partials`` are pinned ``[m, N]``, by source, and lie slab by slab. A ghost sends a piece when it would have
+        computed it: when the real rank has computed the same for the owner that it comes to at that step, in the
+        ``order`` of (owner, slabs), or one slab for all owners after the other. With ``watch_staging`` that is told by
+        the word behind its tiles, else by the flag behind its copy, a little later.
         """
         rank, world_size, plan = self.group.rank, self.group.world_size, here.plan
         epoch = self._next(plan.op)
-        num_columns = sum(slab.shape[1] for slab in partials[rank])
+        owners = [(rank + hop) % world_size for hop in range(1, world_size)]
+        num_rows, num_columns = partials[rank].shape
         if order is None:
-            owners = [(rank + hop) % world_size for hop in range(1, world_size)]
-            order = [(owner, index) for index in range(len(partials[rank])) for owner in owners]
+            order = [(owner, range(i, i + 1)) for i in range(len(plan.slabs(num_columns))) for owner in owners]
         with torch.cuda.stream(self._sending):
-            for owner, index in order:
+            for owner, slabs in order:
                 source = (2 * rank - owner) % world_size  # as far before the real rank as the owner is behind it
                 if plan.rows[owner]:
-                    told = here.staged(owner, index) if watch_staging else here.flag(owner, index)
+                    told = here.staged(owner, slabs[-1]) if watch_staging else here.flag(owner, slabs[0])
                     stream_wait(told, epoch + 1)
-                slab = partials[source][index]
-                self._send(source, index, here.slab_at(rank, source, index, slab.dtype, num_columns), slab)
-                self._announce(here.flag(rank, index, source), epoch + 1)
-        last = len(partials[rank]) - 1
+                columns = plan.columns(slabs, num_columns)
+                piece = partials[source].view(-1)[num_rows * columns.start : num_rows * columns.stop]
+                to = here.slabs_at(rank, source, slabs, piece.dtype, num_columns)
+                self._send(source, slabs[0], to, piece.view(num_rows, -1))
+                self._announce(here.flag(rank, slabs[0], source), epoch + 1)
+        last = {owner: slabs[0] for owner, slabs in order}
         with torch.cuda.stream(self._answering):
-            for peer in ((rank + hop) % world_size for hop in range(1, world_size)):
+            for peer in owners:
                 if plan.rows[peer]:
-                    stream_wait(here.flag(peer, last), epoch + 1)
+                    stream_wait(here.flag(peer, last[peer]), epoch + 1)
                 stream_write(here.ack(rank, peer), epoch + 1)
 
     def num_calls(self, op: str) -> int:

@@ -234,7 +234,7 @@ class GhostScatter(GhostTask):
         tiles = config if strategy == "fused" else pipelined_tiles(config)
         here = turn(self.group, scatter_shards(self.op, self.rows, n, self.dtype.itemsize, tiles, by_copies=True))
         slabs = self.by_slab(here.plan)
-        order = [(owner, index) for owner, index, _ in departures(self.rank, here.plan, tiles, n)]
+        order = [(each.owner, each.slabs) for each in departures(self.rank, here.plan, tiles, n)]
 
         def call() -> None:
             self.here, self.epoch = here, self.ghosts.num_calls(self.op)
@@ -245,13 +245,15 @@ class GhostScatter(GhostTask):
 
         return call
 
-    def by_slab(self, plan: ShardPlan) -> list[list[torch.Tensor]]:
-        """The partial sums of each source as they are sent, pinned."""
+    def by_slab(self, plan: ShardPlan) -> list[torch.Tensor]:
+        """The partial sums of each source as they are sent, pinned: slab by slab, whatever the shape says."""
         cuts = [slice(columns.start, columns.stop) for columns in plan.slabs(self.shape[1])]
         if len(cuts) == 1:
-            return [[part] for part in self.partials]
-        return [[part[:, cut].clone(memory_format=torch.contiguous_format).pin_memory() for cut in cuts]
-                for part in self.partials]  # fmt: skip
+            return self.partials
+        return [
+            torch.cat([part[:, cut].reshape(-1) for cut in cuts]).view(part.shape).pin_memory()
+            for part in self.partials
+        ]
 
     def departed(self, peer: int) -> torch.Tensor:
         """Slab by slab, whatever its shape says."""
@@ -268,6 +270,6 @@ class GhostScatter(GhostTask):
         for peer in self.peers:
             exact = self.exact[self.place(peer)]
             for index, columns in enumerate(self.here.plan.slabs(n)):
-                received = self.here.slab_at(peer, self.rank, index, self.dtype, n).to(self.device)
+                received = self.here.slabs_at(peer, self.rank, range(index, index + 1), self.dtype, n).to(self.device)
                 what = f"sums for rank {peer}, slab {index}"
                 assert_close(received, exact[:, columns.start : columns.stop], reduction=self.num_terms(), what=what)

@@ -52,9 +52,10 @@ _GATHERS = ("ag_gemm", "moe_ag_gemm")
 _SCATTERS = ("gemm_rs", "gemm_ar", "moe_gemm_rs")
 _SHARDED = ("ag_gemm", "gemm_rs", "gemm_ar")
 _SPAN_ROWS = 256
+_WIDE = 256  # columns of a large tile
 _ROWS_ENOUGH = 1024  # for one pass through the weight
-_SLAB_S = 60e-6  # on the link; six times the gap
-_MOST_SLABS = 4
+_SLAB_S = 15e-6  # on the link; five times the gap behind a copy
+_MOST_SLABS = 8
 _num_readings = 0
 _TILE_SPEEDS = {(128, 256): 1.0, (128, 128): 0.94, (64, 128): 0.8}
 """How quickly an SM multiplies with them, docs/measured.md; in the order in which they are preferred."""
@@ -281,6 +282,8 @@ def _tiles(problem: GemmProblem) -> GemmConfig:
         return _large_tiles(problem, block_k, feeders)
     num_warps = 8 if block_m == 128 else 4
     num_stages = 4 if itemsize == 2 and not problem.is_heavy else 3
+    if problem.op == "gemm" and problem.arch == 90 and num_stages == 4 and block_m < 128:
+        num_stages = 8  # few rows: the time is that of the weight's bytes, and more of them are on their way
     return GemmConfig(
         block_m, 128, block_k, num_warps=num_warps, num_stages=num_stages, num_feeders=feeders, **_bands(problem)
     )
@@ -298,11 +301,14 @@ def _large_tiles(problem: GemmProblem, block_k: int, num_feeders: int) -> GemmCo
 
 
 def _num_slabs(problem: GemmProblem, block_n: int) -> int:
-    """In how many a shard's sums leave: what is complete last should be little, but there is a gap behind each copy.
+    """In how many the last shard leaves: what is complete last should be little, but there is a gap behind each copy.
 
-    By what all ranks know alone: they may differ in K, and must not in this.
+    One where this rank's own rows, which come after it and stay, take the product long enough. By what all ranks know
+    alone: they may differ in K, and must not in this.
     """
     if not problem.arch or problem.link not in _LINK_BYTES_PER_S or problem.world_size == 1:
+        return 1
+    if -(-problem.rows_per_rank // 128) * -(-problem.n // block_n) >= 2 * problem.num_sms:
         return 1
     shard_bytes = problem.rows_per_rank * problem.n * max(2, ITEMSIZE[problem.dtype])
     wanted = int(shard_bytes / _LINK_BYTES_PER_S[problem.link] / _SLAB_S)
@@ -319,6 +325,9 @@ def _bands(problem: GemmProblem) -> dict[str, Any]:
     """
     peers, comm = problem.world_size - 1, _comm_over_gemm(problem)
     if peers < 2 or _is_empty(problem) or problem.op not in _SHARDED or comm > 1:
+        return {"span": 1, "alone": 0}
+    if problem.op == "gemm_rs" and problem.rows_per_rank >= 128 and problem.n <= _WIDE * problem.num_sms // 2:
+        # Large tiles that run at once are of two shards or more anyway, and read the weight together.
         return {"span": 1, "alone": 0}
     span = min(peers, _SPAN_ROWS // max(1, problem.rows_per_rank))
     if span > 1:
