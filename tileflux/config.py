@@ -315,9 +315,9 @@ class GemmConfig:
     flags announce one rank's rows; tiles of ``span`` such chunks go through the weight together, so that reading it
     once serves them all, but as many as ``alone`` of the first to arrive, or the last to depart, go one by one
     (``lang/schedule.py``). Where copies send the sums of a reduce-scatter, ``num_chunks`` is the number of slabs, of
-    some columns each, in which the last shard leaves. ``num_sms`` bounds the programs of a launch; None takes what the GPU, or
-    the group's share of it, has; under Triton's interpreter it is for the simulator, which runs programs side by side.
-    All ranks of a call use the same numbers, but for ``span`` and ``alone``, which are each one's own affair.
+    some columns each, in which the last shard leaves. ``num_sms`` bounds the programs of a launch; None takes what the
+    GPU, or the group's share of it, has; under Triton's interpreter it is for the simulator, which runs programs side
+    by side. All ranks of a call use the same numbers, but for ``span`` and ``alone``, which are each one's own affair.
 
     ``fetches``: where ranks share a GPU, programs take tiles as they come, so that one that starts late, because
     another rank holds its SM, holds nobody up.
