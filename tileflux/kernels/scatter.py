@@ -318,4 +318,4 @@ def own_part(operands: Operands, num_rows: int) -> Operands:
 
 def num_summers(group: Group) -> int:
     """Programs that sum at the speed of memory. They wait, so there must be room beside them for who sends."""
-    return max(1, sms_for(group) // 2 if "same GPU" in group.traits.links else 4 * sms_for(group))
+    return max(1, sms_for(group) // 2 if "same GPU" in group.traits.links else 3 * sms_for(group))

@@ -39,6 +39,7 @@ from tileflux.lang.turn import (
 )
 
 __all__ = [
+    "SUM_REGISTERS",
     "add_up",
     "await_everyone",
     "launch_alone",
@@ -58,6 +59,8 @@ __all__ = [
 
 _BLOCK = 2048
 _SUM_BLOCK = (8, 256)
+SUM_REGISTERS = 80
+"""Said to the assembler, which else spills to fit more programs on an SM than there are."""
 _NUM_WARPS = 8
 
 
@@ -133,7 +136,7 @@ def launch_sum_slabs(
     is_aligned = address % 16 == 0 and num_columns * out.element_size() % 16 == 0
     constants = (ELEMENTS[out.dtype], is_aligned, mostly_whole, world_size, *_SUM_BLOCK)
     with launching(turn.group):
-        launch_step(_sum_slabs_kernel, num_programs, arguments, constants, _NUM_WARPS)
+        launch_step(_sum_slabs_kernel, num_programs, arguments, constants, _NUM_WARPS, maxnreg=SUM_REGISTERS)
 
 
 def launch_release(turn: Turn, world_size: int, num_programs: int = 1) -> Repeat | None:
@@ -172,7 +175,7 @@ def load_for_slabs(turn: Turn, out: torch.Tensor, world_size: int, mostly_whole:
     launch_release(turn, world_size, 0)
     for aligned in (False, True):
         constants = (ELEMENTS[out.dtype], aligned, mostly_whole, world_size, *_SUM_BLOCK)
-        launch_step(_sum_slabs_kernel, 0, (0, 0, 0, 1, turn.table), constants, _NUM_WARPS)
+        launch_step(_sum_slabs_kernel, 0, (0, 0, 0, 1, turn.table), constants, _NUM_WARPS, maxnreg=SUM_REGISTERS)
 
 
 @triton.jit(do_not_specialize=("x", "scale_x", "row_bytes", "table_ptr"))

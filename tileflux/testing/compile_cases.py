@@ -9,6 +9,7 @@ from __future__ import annotations
 from tileflux.config import CommConfig
 from tileflux.kernels.gather import BLOCK as GATHERED
 from tileflux.kernels.launch import BLOCK, MAX_REGISTERS, NUM_WARPS
+from tileflux.kernels.steps import SUM_REGISTERS
 from tileflux.testing.compile_gate import CompileCase, Imported
 from tileflux.testing.gemm_cases import GEMM_CASES
 from tileflux.testing.hopper_cases import HOPPER_CASES
@@ -89,7 +90,7 @@ def _constexprs(world_size: int) -> dict[str, object]:
 
 def _step(
     name: str, signature: dict[str, str], constexprs: dict[str, object], waits: bool = True, signals: bool = True,
-    module: str = "steps",
+    module: str = "steps", **options: int,
 ) -> CompileCase:  # fmt: skip
     return CompileCase(
         name=f"step {name}",
@@ -97,7 +98,7 @@ def _step(
         signature={**signature, "table_ptr": "*i64"},
         constexprs={"WORLD": 8, **constexprs},
         divisible_by_16=(),
-        options={"num_warps": 8 if "BLOCK" in constexprs or "ROWS" in constexprs else 1},
+        options={"num_warps": 8 if "BLOCK" in constexprs or "ROWS" in constexprs else 1, **options},
         waits=waits,
         signals=signals,
     )
@@ -124,7 +125,8 @@ _STEPS = (
             "MOSTLY_WHOLE": True,
             "ROWS": 8,
             "COLUMNS": 256,
-        },  # fmt: skip
+        },
+        maxnreg=SUM_REGISTERS,
     ),
     _step("release", {}, {}, waits=False),
     _step("push_slab", {"row_bytes": "i64", "slab": "i32"}, {"BLOCK": BLOCK}, module="slabs"),
