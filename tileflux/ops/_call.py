@@ -70,6 +70,7 @@ def check_out(
     if out is None:
         return torch.empty(shape, dtype=dtype, device=like.device)
     inputs = [like, *[other for other in others if other is not None]]
+    # Lists: on the way of every repeated call a generator takes longer than what it asks.
     if torch.is_grad_enabled() and (out.requires_grad or any([tensor.requires_grad for tensor in inputs])):  # noqa: C419
         raise ValueError(
             f"{op}: out= records no gradient, and a tensor here requires one; leave it away, or use no_grad"

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
 from tileflux.config import GemmConfig, GemmProblem
-from tileflux.kernels import gemm_hopper_launch, gemm_launch, gemm_shared, roles
+from tileflux.kernels import gemm_hopper_launch, gemm_launch, gemm_shared, prepared, roles
 from tileflux.kernels.loading import settle_keys
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import split_rows
@@ -143,20 +144,18 @@ def pretend(arch: int) -> None:
     driver.set_active(_Nowhere(arch))
     settle_keys()
 
-    class OnlyCompiled:
-        def __init__(self, kernel: Any) -> None:
-            self._kernel = kernel
+    run = JITFunction.run
 
-        def __getitem__(self, grid: tuple[int]) -> Any:
-            return lambda *arguments, **options: self._kernel.warmup(*arguments, grid=grid, **options)
+    def only_compile(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *arguments, grid=grid, warmup=True, **options)
 
     def load(device: object, key: object, launch: Callable[[], object], group: object = None) -> None:
         launch()
 
     replaced: list[tuple[Any, str, Any]] = [
-        (gemm_hopper_launch, "_gemm_hopper_kernel", OnlyCompiled(vars(gemm_hopper_launch)["_gemm_hopper_kernel"])),
+        (JITFunction, "run", only_compile),
+        (prepared, "_KNOWS_LAUNCHER", False),  # nothing is loaded, so nothing can be launched again
         (gemm_hopper_launch, "load_once", load),
-        (gemm_launch, "_gemm_kernel", OnlyCompiled(vars(gemm_launch)["_gemm_kernel"])),
         (gemm_launch, "load_once", load),
         (gemm_launch, "is_hopper", lambda device: arch == 90),
         (gemm_launch, "_has_tma", lambda device: arch >= 90),

@@ -282,8 +282,6 @@ def _tiles(problem: GemmProblem) -> GemmConfig:
         return _large_tiles(problem, block_k, feeders)
     num_warps = 8 if block_m == 128 else 4
     num_stages = 4 if itemsize == 2 and not problem.is_heavy else 3
-    if problem.op == "gemm" and problem.arch == 90 and num_stages == 4 and block_m < 128:
-        num_stages = 8  # few rows: the time is that of the weight's bytes, and more of them are on their way
     return GemmConfig(
         block_m, 128, block_k, num_warps=num_warps, num_stages=num_stages, num_feeders=feeders, **_bands(problem)
     )
