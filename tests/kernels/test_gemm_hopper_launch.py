@@ -11,11 +11,12 @@ import torch
 
 from tileflux.config import GemmConfig
 from tileflux.kernels import gemm_hopper_launch
-from tileflux.kernels.gemm_hopper_launch import hopper_family, make_hopper_spec, why_not_hopper
+from tileflux.kernels.gemm_hopper_launch import HopperSpec, hopper_family, make_hopper_spec, why_not_hopper
 from tileflux.kernels.gemm_shared import Launch
 from tileflux.kernels.groups import Groups
 from tileflux.kernels.operands import Operands
-from tileflux.kernels.roles import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SPREAD, STAGE
+from tileflux.kernels.roles import ARRIVING, GATHER, GATHERED, PLAIN, SCATTER, SEND, SPREAD, STAGE
+from tileflux.kernels.shards import scatter_shards
 from tileflux.testing.hopper_cases import TILES, hopper_config
 
 SHARED_BYTES = 232448
@@ -106,14 +107,25 @@ def test_stages_fill_shared_memory_and_no_more(tile: tuple[int, int], out: torch
 def test_a_tile_is_stored_whole_only_where_it_ends_with_its_rows() -> None:
     config = hopper_config(128, 256)
 
+    def spec_of(role: Any, plan: Any) -> HopperSpec:
+        turn: Any = SimpleNamespace(plan=plan)
+        return make_hopper_spec(operands(), launch(config, role, world_size=2), turn)
+
     def by_tma(role: Any, rows: tuple[int, ...], chunk_rows: int) -> bool:
-        turn: Any = SimpleNamespace(plan=SimpleNamespace(rows=rows, chunk_rows=chunk_rows))
-        return make_hopper_spec(operands(), launch(config, role, world_size=2), turn).out_by_tma
+        return spec_of(role, SimpleNamespace(rows=rows, chunk_rows=chunk_rows)).out_by_tma
 
     assert by_tma(ARRIVING, (256, 256), 256) and by_tma(ARRIVING, (512, 512), 256)
     assert not by_tma(ARRIVING, (256, 255), 256)
     assert not by_tma(ARRIVING, (192, 192), 192)
-    assert not by_tma(STAGE, (256, 256), 256)
+    assert not by_tma(SEND, (256, 256), 256)
+    for rows, num_slabs, width, is_even in (
+        ((256, 256), 1, 256, True), ((256, 128), 2, 256, True), ((256, 0), 2, 256, True), ((256, 200), 1, 256, False),
+        ((256, 256), 3, 64, False),
+    ):  # fmt: skip
+        tiles = dataclasses.replace(config, block_n=width, num_chunks=num_slabs)
+        spec = spec_of(STAGE, scatter_shards("gemm_rs", rows, 512, 2, tiles, by_copies=True))
+        assert (spec.out_by_tma, spec.settles) == (is_even, is_even), (rows, num_slabs, width)
+    assert not spec_of(ARRIVING, SimpleNamespace(rows=(256, 256), chunk_rows=256)).settles
     odd = operands(out=torch.zeros(512, 509, dtype=torch.bfloat16), weight=torch.zeros(509, 256, dtype=torch.bfloat16))
     assert not make_hopper_spec(odd, launch(config), None).out_by_tma
 

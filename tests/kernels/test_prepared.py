@@ -6,6 +6,7 @@ There is no GPU here, so a stand-in notes what a kernel and its launcher get.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -309,15 +310,17 @@ def test_what_is_recorded_or_only_loaded_is_not_launched_again(gemm_kernel: Kern
 def test_hoppers_loop_is_launched_again_as_triton_would(
     gemm_kernel: Kernel, monkeypatch: pytest.MonkeyPatch, out_dtype: torch.dtype
 ) -> None:
-    """With its descriptors: of x, of rows that arrive, of the weight, and of a result that leaves by TMA."""
+    """With its descriptors: of x, of rows that arrive, of the weight, and of a result that leaves by TMA, or stays."""
     monkeypatch.setattr(gemm_hopper_launch, "_gemm_hopper_kernel", gemm_kernel)
     monkeypatch.setattr(gemm_launch, "is_hopper", lambda device: True)
     config = GemmConfig(64, 64, 64, num_warps=4, hopper=True)
     (group,) = tileflux.local_groups(1)
     with group:
         gathered = turn(group, gather_shards("ag_gemm", (128,), 256, False, 1))
+        slabs = dataclasses.replace(config, num_chunks=3)
+        staged = turn(group, scatter_shards("gemm_rs", (128,), 192, out_dtype.itemsize, slabs, by_copies=True))
         kept = []  # so that addresses differ
-        for role, here in ((PLAIN, None), (GATHER, gathered)):
+        for role, here in ((PLAIN, None), (GATHER, gathered), (STAGE, staged)):
             for number in range(3):
                 x, weight = (torch.zeros(rows, 128, dtype=torch.bfloat16) for rows in (128, 192))
                 operands = Operands(x, weight, torch.zeros(128, 192, dtype=out_dtype), bias=torch.zeros(192))

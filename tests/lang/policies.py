@@ -34,7 +34,9 @@ def make_turns(plan: ShardPlan, epoch: int = 0) -> list[Turn]:
 
 def make_spec(dtype: tl.dtype = tl.float32, *, aligned: bool = True, use_tma: bool = False) -> SimpleNamespace:
     """What policies read of a ``GemmSpec``."""
-    return SimpleNamespace(world_size=WORLD, out_type=dtype, out_aligned=aligned, use_tma=use_tma, is_hopper=False)
+    return SimpleNamespace(
+        world_size=WORLD, out_type=dtype, out_aligned=aligned, use_tma=use_tma, is_hopper=False, settles=False
+    )
 
 
 @pytest.fixture

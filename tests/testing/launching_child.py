@@ -67,7 +67,11 @@ def launch(name: str, config: GemmConfig, shape: tuple[int, int, int], world_siz
         plan = gather_shards("ag_gemm", (m // world_size,) * world_size, 2 * k, False, config.num_chunks)
         gathered = torch.empty(m, k, dtype=kind)
         table = torch.zeros(50, dtype=torch.int64)
-        here = SimpleNamespace(plan=plan, launches=Kept(), table=table, gathered=lambda dtype, depth: gathered)
+        staging = torch.empty(m, n, dtype=kind)
+        here = SimpleNamespace(
+            plan=plan, launches=Kept(), table=table, rank=0, gathered=lambda dtype, depth: gathered,
+            staging=lambda dtype, columns: staging, slot=lambda *place: staging[: m // world_size],
+        )  # fmt: skip
     x = torch.empty(m // world_size if role.gathers else m, k, dtype=kind)
     operands = Operands(x, torch.empty(n, k, dtype=kind), torch.empty(m, n, dtype=kind))
     group = None if is_alone else group  # type: ignore[assignment]

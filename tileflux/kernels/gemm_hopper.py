@@ -2,7 +2,8 @@
 
 A program is divided into two partitions. The *producer*, one warp, waits for rows and loads blocks of K by TMA into a
 ring of stages; only it waits for other ranks. The *consumer* multiplies them with WGMMA and finishes tiles. Neither
-waits for the other but at the ring, so the next tile's loads run while a tile is finished.
+waits for the other but at the ring, so the next tile's loads run while a tile is finished. Where somebody is told of a
+finished tile (``SPEC.settles``), that is during the next one's first stages, when it has been written.
 """
 
 import triton.language as tl
@@ -22,6 +23,7 @@ from tileflux.lang.hopper import (
     warpgroup_mma_wait,
     whole,
 )
+from tileflux.lang.policy import count_settled, settling_counter
 from tileflux.lang.signal import clock_ns
 from tileflux.lang.tiles import cut, feed_rows, leave_launch, locate, num_steps_of
 from tileflux.lang.trace import note_tile
@@ -30,6 +32,8 @@ __all__ = ["NUMBERS"]
 
 NUMBERS = ("a", "out", "bias", "scale_a", "scale_b", "rows", "N", "K", "trace", "table_ptr")
 """Arguments that must not make a variant of the kernel by their value."""
+
+_SETTLING = gl.constexpr(8)  # stages, some 5 us: longer than a tile takes to be written
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -46,6 +50,7 @@ def _gemm_hopper_kernel(
     rows_desc,
     b_desc,
     out_desc,
+    own_desc,
     trace: tl.int64,
     table_ptr,
     ORDER: tl.constexpr,
@@ -66,8 +71,10 @@ def _gemm_hopper_kernel(
     ring = (a_ring, b_ring, empty, full)
     sizes = (rows, N, K)
     target = out
-    if SPEC.out_by_tma:
+    if SPEC.out_by_tma and not SPEC.settles:
         target = (out_desc, piece_buffers(out_desc))
+    if SPEC.settles:
+        target = (out_desc, own_desc, piece_buffers(out_desc))
     factors = (bias, scale_a, scale_b)
     gl.warp_specialize(
         [
@@ -151,6 +158,7 @@ def _consume(
         if program < 0:
             feed_rows(a, factors[1], K, table, trace, SPEC)
     count = num_steps * 0
+    unsettled = count.to(gl.int64)
     while step < num_steps:
         owner, chunk, m, n, turn, first_row, row, end_row, expert = locate(step, parts, rows, N, table, ORDER, SPEC)
         if row < end_row:
@@ -159,7 +167,13 @@ def _consume(
                 _await_first(ring, count, turn, SPEC)
                 start = clock_ns()
             total = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
-            total, count = _multiply(total, count, num_k * (1 - turn), ring, SPEC)
+            if SPEC.settles:
+                num_first = min(num_k, _SETTLING)
+                total, count = _multiply(total, count, 0, num_first, ring, SPEC)
+                count_settled(unsettled)
+                total, count = _multiply(total, count, num_first, num_k, ring, SPEC)
+            else:
+                total, count = _multiply(total, count, 0, num_k * (1 - turn), ring, SPEC)
             if SPEC.records:
                 computed = clock_ns()
             column = n * SPEC.block_n
@@ -167,23 +181,30 @@ def _consume(
             number = (chunk * parts[3] + m) * parts[4] + n
             place = (owner, first_row, row, column, end_row, N, number, turn)
             FINISH(value, target, place, table, SPEC)
+            if SPEC.settles:
+                unsettled = settling_counter(place, table, SPEC)
             if SPEC.records:
                 note_tile(trace, SPEC.world_size, step, program, owner, chunk, m, n, turn, begin, start, computed)
         step += stride
-    if SPEC.out_by_tma:
+    if SPEC.settles:
+        count_settled(unsettled)
+    elif SPEC.out_by_tma:
         tma.store_wait(pendings=0)
     leave_launch(table, SPEC)
 
 
 @gluon.jit
-def _multiply(total, count, num_k, ring, SPEC: gl.constexpr):
-    """(Sum of the products of the next ``num_k`` stages, stages so far). ``total`` is zero."""
+def _multiply(total, count, first, end, ring, SPEC: gl.constexpr):
+    """(``total`` and the products of a tile's stages from ``first`` to ``end``, stages so far). Done when it returns.
+
+    What ``total`` has before stage 0 does not count.
+    """
     a_ring, b_ring, empty, full = ring
     STAGES: gl.constexpr = SPEC.num_stages
     BLOCK_M: gl.constexpr = SPEC.block_m
     BLOCK_N: gl.constexpr = SPEC.block_n
     LAYOUT: gl.constexpr = SPEC.accumulator_layout
-    for index in range(num_k):
+    for index in range(first, end):
         stage = count % STAGES
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
         left = a_ring.index(stage)
@@ -200,11 +221,11 @@ def _multiply(total, count, num_k, ring, SPEC: gl.constexpr):
             total = warpgroup_mma(left, right, total, use_acc=index > 0, is_async=True)
             # One product may be under way; the one before is done, and its stage free.
             total = warpgroup_mma_wait(1, deps=(total,))
-            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=index > 0)
+            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=index > first)
         count += 1
     if SPEC.a_type.primitive_bitwidth != 8:
         total = warpgroup_mma_wait(0, deps=(total,))
-        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=num_k > 0)
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > first)
     return total, count
 
 

@@ -60,12 +60,19 @@ class HopperSpec(GemmSpec):
     """Of the consumer. The producer is one more."""
     num_stages: int
     out_by_tma: bool
+    stages: bool
+    """Tiles go into this rank's own memory, and are counted."""
     producer_registers: int
 
     @property
     def is_hopper(self) -> bool:
         """Whether Hopper's loop runs it."""
         return True
+
+    @property
+    def settles(self) -> bool:
+        """Whether tiles are counted later than they are stored, since it takes a while until they are written."""
+        return self.stages and self.out_by_tma
 
     @functools.cached_property
     def accumulator_layout(self) -> Any:
@@ -121,7 +128,7 @@ def launch_hopper(
     if load_only:
         return None
     device, sizes = operands.x.device, (operands.num_columns, operands.depth)
-    descriptors = _descriptors(operands, spec, turn if launch.role.gathers else None)
+    descriptors = _descriptors(operands, spec, turn)
     rows = rows_argument(operands, launch.num_rows)
     first = (operands.x.data_ptr(), operands.out.data_ptr(), *side_addresses(operands), rows, *sizes)
     last = (address(launch.trace), table_of(turn, device))
@@ -151,7 +158,7 @@ def hopper_family(operands: Operands, launch: Launch) -> list[HopperSpec]:
     for aligned, by_tma in ((True, True), (True, False), (False, False)):
         plain = dataclasses.replace(_plain_spec(operands, launch), out_aligned=aligned)
         if not by_tma or _may_leave_by_tma(operands, launch.role):
-            found.append(_make_spec(plain, launch.config, by_tma, _waits(launch.role)))
+            found.append(_make_spec(plain, launch.role, launch.config, by_tma))
     return found
 
 
@@ -166,26 +173,31 @@ def _start(
 class Prepared:
     """A launch of which all but the addresses is known."""
 
-    __slots__ = ("_a", "_b", "_grid", "_launcher", "_num_rows", "_out", "_rows", "_sizes")
+    __slots__ = ("_a", "_b", "_grid", "_launcher", "_num_rows", "_out", "_own", "_rows", "_sizes")
 
     def __init__(
         self, launcher: Launcher, launch: Launch, sizes: tuple[int, int], descriptors: tuple[Any, ...]
     ) -> None:
         self._launcher, self._grid = launcher, launch.num_programs
         self._num_rows, self._sizes = launch.num_rows, sizes
-        a, rows, b, out = descriptors
+        a, rows, b, out, own = descriptors
         self._a, self._b = Tiles(a.shape, a.strides), Tiles(b.shape, b.strides)
-        self._out = None if out is None else Tiles(out.shape, out.strides)
-        self._rows = None if rows is None else Tile(rows.base.data_ptr(), rows.shape, rows.strides)
+        # Where rows arrive and products are staged is the turn's own, and stays where it is.
+        self._rows, self._own = _tile(rows), _tile(own)
+        self._out = _tile(out) if out is None or own is not None else Tiles(out.shape, out.strides)
 
     def launch(self, at: Addresses, table: int) -> None:
         """Queue it with these addresses, that of the table too: Triton would ask the driver about a tensor's."""
         x, weight, out, bias, scale_x, scale_weight, index = at
+        leaving = self._out[out] if isinstance(self._out, Tiles) else self._out
         self._launcher.launch(
             self._grid, x, out, bias, scale_x, scale_weight, index or self._num_rows, *self._sizes,
-            self._a[x], self._rows, self._b[weight], None if self._out is None else self._out[out],
-            0, table,
+            self._a[x], self._rows, self._b[weight], leaving, self._own, 0, table,
         )  # fmt: skip
+
+
+def _tile(descriptor: Any) -> Tile | None:
+    return None if descriptor is None else Tile(descriptor.base.data_ptr(), descriptor.shape, descriptor.strides)
 
 
 def make_hopper_spec(operands: Operands, launch: Launch, turn: Turn | None) -> HopperSpec:
@@ -194,8 +206,10 @@ def make_hopper_spec(operands: Operands, launch: Launch, turn: Turn | None) -> H
     plain = _plain_spec(operands, launch)
     # A tile may only be stored whole where it ends with its chunk, or with all rows.
     whole = turn is None or all(count % config.block_m == 0 for count in (*turn.plan.rows, turn.plan.chunk_rows))
+    if turn is not None and role.stages:
+        whole &= turn.plan.has_even_slabs(operands.num_columns)
     by_tma = whole and operands.groups is None and plain.out_aligned and _may_leave_by_tma(operands, role)
-    return _make_spec(plain, config, by_tma, _waits(role))
+    return _make_spec(plain, role, config, by_tma)
 
 
 def _plain_spec(operands: Operands, launch: Launch) -> GemmSpec:
@@ -206,16 +220,12 @@ def _plain_spec(operands: Operands, launch: Launch) -> GemmSpec:
     )  # fmt: skip
 
 
-def _waits(role: Role) -> bool:
-    return role.wait is not wait_for_nothing
-
-
 def _may_leave_by_tma(operands: Operands, role: Role) -> bool:
-    return role.stores and operands.out.dtype in _HALVES
+    return (role.stores or role.stages) and operands.out.dtype in _HALVES
 
 
 @functools.lru_cache(maxsize=4096)
-def _make_spec(plain: GemmSpec, config: GemmConfig, by_tma: bool, waits: bool) -> HopperSpec:
+def _make_spec(plain: GemmSpec, role: Role, config: GemmConfig, by_tma: bool) -> HopperSpec:
     stage = (config.block_m + config.block_n) * _ROW_BYTES
     # Two pieces on their way out, or one that changes hands between threads.
     leaving = config.block_m * _PIECE * (plain.out_type.primitive_bitwidth // 8) * (2 if by_tma else 1)
@@ -224,7 +234,8 @@ def _make_spec(plain: GemmSpec, config: GemmConfig, by_tma: bool, waits: bool) -
         num_warps=_num_warps(config),
         num_stages=min(_MAX_STAGES, (_SHARED_BYTES - leaving) // stage),
         out_by_tma=by_tma,
-        producer_registers=_WAITING_REGISTERS if waits else _LOADING_REGISTERS,
+        stages=role.stages,
+        producer_registers=_LOADING_REGISTERS if role.wait is wait_for_nothing else _WAITING_REGISTERS,
     )
 
 
@@ -233,19 +244,30 @@ def _num_warps(config: GemmConfig) -> int:
 
 
 def _descriptors(operands: Operands, spec: HopperSpec, turn: Turn | None) -> tuple[TensorDescriptor | None, ...]:
-    """Of the rows, the rows that arrive, the weight and the result."""
+    """Of the rows, the rows that arrive, the weight, the result, and of staged ones those that stay."""
     x, weight = operands.x, operands.weight
     a_block = [spec.block_m, spec.block_k]
-    rows = None if turn is None else _describe(turn.gathered(x.dtype, operands.depth), a_block)
+    rows = _describe(turn.gathered(x.dtype, operands.depth), a_block) if turn is not None and spec.gathers else None
     if operands.k_major:
         b = _describe(weight, [spec.block_n, spec.block_k])
     else:
         b = _describe(weight.t(), [spec.block_k, spec.block_n])
-    out = None
-    if spec.out_by_tma:
+    out = own = None
+    if spec.settles:
+        assert turn is not None, "what is staged has a place in a turn"
+        out, own = (_describe(each, [spec.block_m, _PIECE]) for each in _staged(operands, turn))
+    elif spec.out_by_tma:
         # Of a single row, a contiguous tensor may have any stride.
         out = _describe(operands.out, [spec.block_m, _PIECE], stride=operands.num_columns)
-    return _describe(x, a_block), rows, b, out
+    return _describe(x, a_block), rows, b, out, own
+
+
+def _staged(operands: Operands, turn: Turn) -> tuple[torch.Tensor, torch.Tensor]:
+    """What leaves, and what stays: rows of one slab each, as ``stage_tile`` has them."""
+    kind, num_columns = operands.out.dtype, operands.num_columns
+    width = turn.plan.slab_columns or num_columns
+    slot = turn.slot(turn.rank, turn.rank, kind, num_columns, 0)
+    return turn.staging(kind, num_columns).view(-1, width), slot.view(-1, width)
 
 
 def _blank_descriptors(operands: Operands, spec: HopperSpec, role: Role) -> tuple[TensorDescriptor | None, ...]:
@@ -255,7 +277,8 @@ def _blank_descriptors(operands: Operands, spec: HopperSpec, role: Role) -> tupl
     b_block = [spec.block_n, spec.block_k] if operands.k_major else [spec.block_k, spec.block_n]
     out_block = [spec.block_m, _PIECE]
     out = _describe(operands.out.new_empty(out_block), out_block) if spec.out_by_tma else None
-    return a, a if role.gathers else None, _describe(operands.weight.new_empty(b_block), b_block), out
+    b = _describe(operands.weight.new_empty(b_block), b_block)
+    return a, a if role.gathers else None, b, out, out if spec.settles else None
 
 
 def _describe(tensor: torch.Tensor, block: list[int], stride: int | None = None) -> TensorDescriptor:

@@ -99,6 +99,8 @@ class Role:
     """SMs left to small kernels of the same call that must run beside this one."""
     stores: bool = False
     """A finished tile goes into the output, and nothing else happens."""
+    stages: bool = False
+    """A finished tile goes into this rank's own memory, and is counted."""
     waits: bool = True
     """Programs wait for each other's, or for peers', so that all of a launch must be resident."""
     combines: bool = False
@@ -156,6 +158,11 @@ class GemmSpec:
     @property
     def is_hopper(self) -> bool:
         """Whether Hopper's loop runs it."""
+        return False
+
+    @property
+    def settles(self) -> bool:
+        """Whether tiles are counted later than they are stored, since it takes a while until they are written."""
         return False
 
     @functools.cached_property

@@ -78,5 +78,5 @@ COMBINE_STAGE = Role(
 )
 COMBINE_SEND = Role("moe_gemm_rs, summed apart", slab_order, wait_for_nothing, send_sums, combines=True)
 SEND = Role("gemm_rs, summed apart", departure_order, wait_for_nothing, send_tile, waits=False)
-STAGE = Role("gemm_rs, sent by copies", departure_order, wait_for_nothing, stage_tile, num_spare_sms=1)
+STAGE = Role("gemm_rs, sent by copies", departure_order, wait_for_nothing, stage_tile, num_spare_sms=1, stages=True)
 SPREAD = Role("gemm_ar", twice_order, wait_for_slots, spread_tile, is_sharded=False, num_turns=2)

@@ -66,6 +66,10 @@ class ShardPlan:
         firsts = range(0, num_columns, self.slab_columns)
         return [range(first, min(num_columns, first + self.slab_columns)) for first in firsts]
 
+    def has_even_slabs(self, num_columns: int) -> bool:
+        """Whether all slabs of so many columns are equally wide."""
+        return not self.slab_columns or num_columns % self.slab_columns == 0
+
     def columns(self, slabs: range, num_columns: int) -> range:
         """Of some slabs, one behind the other."""
         all_slabs = self.slabs(num_columns)

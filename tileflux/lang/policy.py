@@ -1,6 +1,7 @@
 """What a tile waits for, and what happens to a finished one: the policies that turn one GEMM main loop into every op.
 
-A *wait* is called before the first tile of a chunk. A *finish* gets the finished tile, in fp32, and where it lies.
+A *wait* is called before the first tile of a chunk. A *finish* gets the finished tile, in fp32, and where it lies. Of
+a tile that leaves by TMA, which takes its time, others are told later, by ``count_settled`` during the next one.
 Both take the plan ``table`` of their op (``lang/turn.py``); plain ``gemm`` has none.
 """
 
@@ -9,7 +10,7 @@ import triton.language as tl
 
 from tileflux.lang.hopper import PIECE, store_by_threads, store_by_tma, sum_by_threads
 from tileflux.lang.remote import typed
-from tileflux.lang.signal import arrive, count, signal, tma_fence, wait
+from tileflux.lang.signal import arrive, count, settle_stores, signal, tma_fence, wait
 from tileflux.lang.turn import (
     CHUNK_ROWS,
     GUARD,
@@ -34,9 +35,11 @@ from tileflux.lang.turn import (
 __all__ = [
     "announce_part",
     "await_word",
+    "count_settled",
     "pitch_of",
     "scatter_tile",
     "send_tile",
+    "settling_counter",
     "slot",
     "spread_tile",
     "stage_tile",
@@ -147,16 +150,43 @@ def stage_tile(value, out, place, table, SPEC: tl.constexpr):
     slab = column // slab_columns
     first_column = slab * slab_columns
     width = min(N - first_column, slab_columns)
-    before = num_rows.to(tl.int64) * first_column
-    if owner != rank:
-        to = data(table, rank, SPEC.world_size) + tl.load(table + STAGING)
-        before += first_row.to(tl.int64) * N
+    if SPEC.settles:
+        # All slabs are equally wide, so that they are rows of one matrix, one behind the other.
+        staging, own_slot, buffers = out
+        below = slab * num_rows + row
+        if owner != rank:
+            below += first_row * tl.cdiv(N, slab_columns)
+            store_by_tma(value, (staging, buffers), below, column - first_column, 0, value.shape[1] // PIECE)
+        else:
+            store_by_tma(value, (own_slot, buffers), below, column - first_column, 0, value.shape[1] // PIECE)
     else:
-        to = slot(table, rank, rank, current_epoch(table, SPEC.world_size), SPEC.world_size)
-    to += before * (SPEC.out_type.primitive_bitwidth // 8)
-    store_block(value, to, row, column - first_column, num_rows, width, SPEC)
-    if owner != rank:
-        count(counter_word(table, rank, owner, slab, SPEC.world_size))
+        before = num_rows.to(tl.int64) * first_column
+        if owner != rank:
+            to = data(table, rank, SPEC.world_size) + tl.load(table + STAGING)
+            before += first_row.to(tl.int64) * N
+        else:
+            to = slot(table, rank, rank, current_epoch(table, SPEC.world_size), SPEC.world_size)
+        to += before * (SPEC.out_type.primitive_bitwidth // 8)
+        store_block(value, to, row, column - first_column, num_rows, width, SPEC)
+        if owner != rank:
+            count(counter_word(table, rank, owner, slab, SPEC.world_size))
+
+
+@triton.jit
+def settling_counter(place, table, SPEC: tl.constexpr):
+    """The address at which ``count_settled`` counts a tile that ``stage_tile`` has stored by TMA; 0 for one's own."""
+    rank = word(table, RANK)
+    owner, _, _, column, _, _, _, _ = place
+    slab = column // word(table, SLAB_COLUMNS)
+    return tl.where(owner != rank, counter_word(table, rank, owner, slab, SPEC.world_size).to(tl.int64), 0)
+
+
+@triton.jit
+def count_settled(counter):
+    """Count the tile at whose end ``settling_counter`` gave this, once it is written."""
+    settle_stores()
+    if counter != 0:
+        count(counter.to(tl.pointer_type(tl.int32)))
 
 
 @triton.jit

@@ -8,7 +8,7 @@ whoever counts them, never passed as launch arguments: a CUDA graph would repeat
 Ordering. ``signal`` is a CTA barrier, then one thread's release at system scope: without the barrier only that
 thread's own stores are published, since Triton puts none between a store and a release. ``wait`` is one thread's
 acquire at system scope, then a CTA barrier, which Triton emits to hand the polled value to the other threads.
-Data written with TMA stores is not covered: wait for ``cp.async.bulk.wait_group 0`` before signalling.
+Data written with TMA stores is not covered: ``settle_stores`` comes before the signal.
 
 Deadline. A wait that outlasts the guard's timeout, or finds the group broken, writes a record of what it waited
 for into its rank's guard block, sets ``broken`` in every rank's block and the host-visible alarm, and returns as
@@ -25,6 +25,7 @@ from tileflux.config import GUARD, MAX_AHEAD
 from tileflux.lang.hopper import num_threads, thread_numbers
 
 __all__ = [
+    "BULK_WAIT",
     "GLOBALTIMER",
     "LOAD_ACQUIRE_CHOSEN",
     "PROXY_FENCE",
@@ -38,6 +39,7 @@ __all__ = [
     "poll",
     "poll_all",
     "reached_all",
+    "settle_stores",
     "signal",
     "signal_all",
     "sm_number",
@@ -64,6 +66,8 @@ LOAD_ACQUIRE_CHOSEN = tl.constexpr(
 GLOBALTIMER = tl.constexpr("{ mov.u64 $0, %globaltimer; }")
 SMID = tl.constexpr("{ mov.u32 $0, %smid; }")
 PROXY_FENCE = tl.constexpr("{ fence.proxy.async.global; mov.s32 $0, 0; }")
+# Without .read, which would wait until shared memory has been read, and not until the stores are done.
+BULK_WAIT = tl.constexpr("{ cp.async.bulk.wait_group 0; mov.s32 $0, 0; }")
 
 _POLLS_PER_CHECK = tl.constexpr(64)
 _LANES = tl.constexpr(512)  # at least one per thread: no launch has more than 16 warps
@@ -198,6 +202,15 @@ def taken(ticket):
 def tma_fence():
     """After a wait: let TMA loads, which go another way through the memory system, see what was waited for."""
     tl.inline_asm_elementwise(PROXY_FENCE, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def settle_stores():
+    """Wait until what this program has stored by TMA is written: what signals next may publish it.
+
+    Every thread waits for its own, so that it need not be known which of them has stored.
+    """
+    tl.inline_asm_elementwise(BULK_WAIT, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -32,6 +32,7 @@ from tileflux.kernels.loading import settle_keys
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import split_rows
 from tileflux.kernels.prepared import Kept
+from tileflux.kernels.shards import scatter_shards
 from tileflux.symm.group import Group
 from tileflux.testing import _compiling_child
 from tileflux.tune.search import Candidate
@@ -76,7 +77,9 @@ class Variant:
             stream = object() if self.is_virtual else None
             group = SimpleNamespace(name="", world_size=self.world_size, traits=traits, stream=stream)
             if role is not roles.PLAIN:
-                plan = SimpleNamespace(rows=self.rows, num_chunks=1, chunk_rows=max(self.rows))
+                plan = SimpleNamespace(
+                    rows=self.rows, num_chunks=1, chunk_rows=max(self.rows), has_even_slabs=lambda num_columns: True
+                )
                 turn = SimpleNamespace(plan=plan, launches=Kept(), table=torch.zeros(1, dtype=torch.int64))
         releases = turn is not None and role not in (roles.SEND, roles.STAGE)  # whose calls end with the sum
         gemm_launch.launch_gemm(
@@ -103,28 +106,30 @@ def variants(problem: GemmProblem, candidates: Sequence[Candidate], group: Group
 
 
 def _variant(problem: GemmProblem, config: GemmConfig, role: str, world_size: int, is_virtual: bool) -> Variant:
+    rows = _typical_rows(problem, config, role) if config.hopper and role != "PLAIN" else (16,) * world_size
     # What the kernel is not compiled for; feeders are, as far as it has them.
     config = dataclasses.replace(config, num_chunks=1, num_sms=None)
     num_sms = problem.num_sms
     if role != "GATHER":
         config, num_sms = dataclasses.replace(config, num_feeders=1), 0
-    rows = (16,) * world_size
     # What neither loop asks is left as it is, so that variants that are alike are compiled once.
     fetches = config.fetches or getattr(roles, role).num_turns > 1
     shares_gpu = fetches and role != "PLAIN" and problem.link == "same GPU"
-    if config.hopper and role != "PLAIN":
-        rows = _typical_rows(problem, config)
     return Variant(
         role, problem.dtype, config, 1024 + problem.n % 1024, 1024 + problem.k % 1024, world_size, num_sms,
         problem.arch, is_virtual, shares_gpu, rows,
     )  # fmt: skip
 
 
-def _typical_rows(problem: GemmProblem, config: GemmConfig) -> tuple[int, ...]:
+def _typical_rows(problem: GemmProblem, config: GemmConfig, role: str) -> tuple[int, ...]:
     """Rows by rank with which ``gemm_hopper_launch`` decides as with the problem's."""
-    rows = split_rows(problem.m, problem.world_size)
-    rest = 1 if any(count % config.block_m for count in rows) else 0
-    return (config.block_m + rest,) * len(rows)
+    rows = tuple(split_rows(problem.m, problem.world_size))
+    is_even = not any(count % config.block_m for count in rows)
+    if role == "STAGE":
+        itemsize = getattr(torch, problem.dtype).itemsize
+        plan = scatter_shards(problem.op, rows, problem.n, itemsize, config, by_copies=True)
+        is_even &= plan.has_even_slabs(problem.n)
+    return (config.block_m + (0 if is_even else 1),) * len(rows)
 
 
 def _fused_role(op: str, candidate: Candidate, group: Group) -> str:

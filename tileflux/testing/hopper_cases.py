@@ -94,6 +94,7 @@ def _case(
         "rows_desc": (a_block, dtype, role.gathers),
         "b_desc": (b_block, dtype, True),
         "out_desc": ([config.block_m, 64], out, spec.out_by_tma),
+        "own_desc": ([config.block_m, 64], out, spec.settles),
     }
     for argument, (block, kind, used) in descriptors.items():
         if used:
@@ -112,7 +113,7 @@ def _case(
         waits=role not in (PLAIN, GATHERED, SEND, STAGE),
         # Behind a look at the clock the lint takes a release for that of a wait that gives up.
         signals=role not in (PLAIN, GATHERED) and not (role is STAGE and "recorded" in options),
-        announces_tma=False,
+        announces_tma=spec.settles,
     )
 
 
