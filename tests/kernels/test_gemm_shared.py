@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -99,21 +98,6 @@ def test_programs_that_wait_for_nobody_may_be_more_than_fit(fetches: bool, tiles
     assert num_programs(config, group, SEND, tiles, turn) == (0, programs)
     assert num_programs(dataclasses.replace(config, num_sms=4), group, SEND, 160, turn) == (0, 4), "what is asked for"
     assert num_programs(config, group, SCATTER, tiles, turn) == (0, min(6, tiles)), "these wait"
-
-
-def test_two_programs_of_few_rows_share_an_sm() -> None:
-    traits = SimpleNamespace(num_sms=6, links=SHARED)
-    group: Any = SimpleNamespace(traits=traits, device=torch.device("cuda"))
-    few = GemmConfig(16, 128, 64, num_warps=4, num_stages=4)
-    turn = planned(spread_shards("op", 2, 16, 8192, 2, few))
-    assert num_programs(few, group, SPREAD, 64, turn, 2) == (0, 12)
-    assert num_programs(few, group, SPREAD, 7, turn, 2) == (0, 7)
-    assert num_programs(few, group, SPREAD, 64, turn) == (0, 6), "of fp32, they would not fit"
-    for change in ({"block_m": 128}, {"num_warps": 8}, {"num_stages": 6}):
-        assert num_programs(dataclasses.replace(few, **change), group, SPREAD, 64, turn, 2) == (0, 6)
-    assert num_programs(dataclasses.replace(few, num_sms=3), group, SPREAD, 64, turn, 2) == (0, 3), "what is asked for"
-    traits.links = ALONE
-    assert num_programs(few, group, SPREAD, 64, turn, 2) == (0, 6), "nobody fetches there"
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_few_rows_go_through_the_weight_together(
     [
         (1024, 12288, "PCIe", 1),  # 3 MB take 60 us, a copy more another 12
         (2048, 12288, "PCIe", 2),
-        (4096, 12288, "PCIe", 4),
+        (4096, 12288, "PCIe", 2),
         (8192, 12288, "PCIe", 1),  # three waves of tiles for one's own rows come behind it
         (8192, 256, "PCIe", 1),  # one tile wide
         (4096, 12288, "NVLink", 1),

@@ -112,7 +112,7 @@ def _plan(
     if groups is not None:
         listed = groups.max_tiles * -(-operands.num_columns // config.block_n)
         tiles = tiles + listed if role.combines else listed
-    num_feeders, num_multipliers = num_programs(config, group, role, tiles, turn, operands.x.element_size())
+    num_feeders, num_multipliers = num_programs(config, group, role, tiles, turn)
     return Launch(
         role, config, num_rows, num_feeders, num_feeders + num_multipliers,
         world_size=1 if turn is None or group is None else group.world_size,

@@ -31,10 +31,6 @@ __all__ = [
 ]
 
 
-_MOST_BYTES = 4  # of an element
-_HALF_AN_SM = 100 * 1024  # of shared memory, of which Hopper has 227 KB
-
-
 @dataclass(frozen=True)
 class Launch:
     """What is decided about a launch before it is known which loop runs it."""
@@ -65,12 +61,9 @@ def num_tiles(config: GemmConfig, role: Role, num_rows: int, num_columns: int, t
 
 
 def num_programs(
-    config: GemmConfig, group: Group | None, role: Role, num_tiles: int, turn: Turn | None, itemsize: int = _MOST_BYTES
+    config: GemmConfig, group: Group | None, role: Role, num_tiles: int, turn: Turn | None
 ) -> tuple[int, int]:
-    """(feeders, multipliers): no more than are resident at once where they wait for each other's ranks.
-
-    ``itemsize`` is that of what is multiplied.
-    """
+    """(feeders, multipliers): no more than are resident at once where they wait for each other's ranks."""
     if not role.waits and config.num_sms is None and not _is_interpreted(group):
         # Programs that fetch their tiles are no more than may find a place; the others have a tile each.
         return 0, max(1, min(num_tiles, 2 * sms_for(group)) if fetches_tiles(group, config, role) else num_tiles)
@@ -81,18 +74,7 @@ def num_programs(
     num_feeders = max(1, min(config.num_feeders, num_sms // 2)) if role.feeds and turn is not None else 0
     if num_sms == 1:
         return num_feeders, 1  # interpreted programs run one after the other: feeders, then one that multiplies
-    if role.num_turns > 1 and config.num_sms is None and fetches_tiles(group, config, role):
-        num_sms *= _num_resident(config, itemsize)
     return num_feeders, max(1, min(num_sms - num_feeders, num_tiles))
-
-
-def _num_resident(config: GemmConfig, itemsize: int) -> int:
-    """Programs that surely have room on an SM at once: two of few rows.
-
-    What such a tile takes is the way of its weight from memory, and one program waits for it while another finishes.
-    """
-    stages = (config.block_m + config.block_n) * config.block_k * itemsize * config.num_stages
-    return 2 if config.num_warps <= 4 and stages <= _HALF_AN_SM else 1
 
 
 def sms_for(group: Group | None) -> int:

@@ -55,7 +55,7 @@ _SPAN_ROWS = 256
 _WIDE = 256  # columns of a large tile
 _ROWS_ENOUGH = 1024  # for one pass through the weight
 _SLAB_S = 60e-6  # on the link, where beginning, ending and announcing a copy take some 12 of a slab of any size
-_MOST_SLABS = 8
+_MOST_SLABS = 2  # a third and a fourth were measured, and cost more than they gave
 _num_readings = 0
 _TILE_SPEEDS = {(128, 256): 1.0, (128, 128): 0.94, (64, 128): 0.8}
 """How quickly an SM multiplies with them, docs/measured.md; in the order in which they are preferred."""
