@@ -19,7 +19,17 @@ from tileflux.config import GemmConfig, GemmProblem
 from tileflux.symm.base import Traits
 from tileflux.tune import lookup as lookup_module
 from tileflux.tune import store
-from tileflux.tune.lookup import STRATEGIES, Choice, forget, lookup, problem_for, rule, stage_span, usual_slabs
+from tileflux.tune.lookup import (
+    STRATEGIES,
+    Choice,
+    forget,
+    lookup,
+    once_routed,
+    problem_for,
+    rule,
+    stage_span,
+    usual_slabs,
+)
 from tileflux.tune.store import Entry
 
 from .entries import H200, drawn, make_entry
@@ -223,6 +233,25 @@ def test_tokens_of_several_ranks_go_through_the_experts_together(
     assert stage_span(dataclasses.replace(problem, arch=0), num_rows, num_experts) == 1
 
 
+@pytest.mark.parametrize(
+    ("n", "link", "top_k", "strategy"),
+    [(1024, "PCIe", 4, "fused"), (1024, "PCIe", 2, "fused"), (4096, "PCIe", 4, "pipelined"),
+     (1024, "NVLink", 4, "pipelined"), (1024, "same GPU", 1, "pipelined")],
+)  # fmt: skip
+def test_tokens_that_take_longer_than_their_product_are_used_as_they_come(
+    n: int, link: str, top_k: int, strategy: str
+) -> None:
+    problem = GemmProblem("moe_ag_gemm", 8192, n, 8192, 8, "bfloat16", link=link, **H100)
+    usual = rule(problem)
+    choice = once_routed(usual, problem, 8192 * top_k)
+    assert (usual.strategy, choice.strategy) == ("pipelined", strategy)
+    assert choice == usual or "take longer" in choice.reason
+    few = dataclasses.replace(problem, m=800)
+    assert once_routed(rule(few), few, 800 * top_k).strategy == "sequential"
+    back = dataclasses.replace(problem, op="moe_gemm_rs")
+    assert once_routed(rule(back), back, 8192 * top_k).strategy == "pipelined"
+
+
 def test_a_problem_is_what_the_call_is() -> None:
     cpu = torch.device("cpu")
     assert problem_for("gemm", 3, 4, 5, torch.int8, cpu, None) == GemmProblem("gemm", 3, 4, 5, 1, "int8")
@@ -382,7 +411,9 @@ def test_experts_go_in_launches_of_their_own_on_a_gpu(op: str, link: str) -> Non
 
 @pytest.mark.parametrize(
     ("n", "block_n", "arch", "strategy", "link", "num_slabs"),
-    [(8192, 256, 90, "pipelined", "PCIe", 4), (8192, 256, 90, "pipelined", "same GPU", 8),
+    [(8192, 256, 90, "pipelined", "PCIe", 8), (8192, 256, 90, "pipelined", "NVLink", 4),
+     (4096, 256, 90, "pipelined", "PCIe", 4), (1024, 128, 90, "pipelined", "PCIe", 1),
+     (8192, 256, 90, "pipelined", "same GPU", 8),
      (2048, 128, 90, "pipelined", "same GPU", 8), (1024, 128, 90, "pipelined", "same GPU", 4),
      (64, 128, 90, "pipelined", "PCIe", 1), (8192, 256, 90, "fused", "PCIe", 4), (8192, 1024, 0, "pipelined", "", 4)],
 )  # fmt: skip

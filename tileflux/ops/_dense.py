@@ -17,7 +17,7 @@ from tileflux.kernels.groups import Groups
 from tileflux.kernels.operands import ELEMENTS, Operands
 from tileflux.ops._call import check_out, check_tensor, stopped
 from tileflux.symm.group import Group
-from tileflux.tune.lookup import STRATEGIES, Choice, lookup, num_readings
+from tileflux.tune.lookup import STRATEGIES, Choice, lookup, num_readings, once_routed
 
 __all__ = [
     "ACTIVATIONS",
@@ -295,9 +295,14 @@ def refuse_gradient(op: str, x: torch.Tensor, activation: str | None, *others: t
         raise ValueError(f"{op}: there is no gradient through {why}; do that outside the call, or use torch.no_grad()")
 
 
-def choose(problem: GemmProblem, strategy: str, config: GemmConfig | None) -> Choice:
-    """The looked-up choice, with what the caller insists on put in its place."""
+def choose(problem: GemmProblem, strategy: str, config: GemmConfig | None, num_rows: int | None = None) -> Choice:
+    """The looked-up choice, with what the caller insists on put in its place.
+
+    ``num_rows``: of an op of experts, as many as this rank's have.
+    """
     choice = lookup(problem)
+    if strategy == "auto" and num_rows is not None:
+        choice = once_routed(choice, problem, num_rows)
     if strategy == "auto" and choice.strategy != "fused" and problem.world_size > 1:
         _say_once(problem.op, choice.strategy, choice.reason)
     return choice if strategy == "auto" and config is None else _insist(choice, strategy, config)

@@ -129,14 +129,14 @@ def _run(
     gathered = x.new_empty((num_tokens, depth)) if return_gathered else None
     widest = max(result.shape[1] for result in results)
     problem = problem_for("moe_ag_gemm", num_tokens, widest, depth, x.dtype, x.device, group, activation)
-    choice = _dense.choose(problem, strategy, _dense.config_from(config))
+    choice = _dense.choose(problem, strategy, _dense.config_from(config), capacity)
     tiles = _moe.tiles_for(choice.config, config, block_m, problem)
     if not config:
         tiles = dataclasses.replace(tiles, span=stage_span(problem, capacity, len(weights[0])))
     begin(
         "moe_ag_gemm",
         group,
-        (rows, depth, x.dtype, choice.strategy, tiles.num_chunks, scale_x is None, return_gathered),
+        (rows, depth, x.dtype, choice.strategy == "sequential", tiles.num_chunks, scale_x is None, return_gathered),
     )
     x = dense(x)
     if scale_x is not None and scale_x.dim() == 0 and group.world_size > 1:

@@ -26,7 +26,7 @@ from tileflux.testing.moe_contenders import check_found, check_rows
 from tileflux.testing.moe_rows import Assignment, exact_rows, multiply_by_expert
 from tileflux.testing.numerics import assert_close
 from tileflux.testing.shapes import Mixture
-from tileflux.tune.lookup import Choice, lookup, problem_for
+from tileflux.tune.lookup import Choice, lookup, once_routed, problem_for
 
 __all__ = ["GhostMoeGather", "GhostMoeScatter", "ghost_moe_suite"]
 
@@ -48,6 +48,7 @@ def ghost_moe_suite(
 
 class _WithExperts(GhostTask):
     assignment: Assignment
+    routing: Routing
 
     def router(self, mixture: Mixture) -> Callable[[], Routing]:
         """Sorts what all tokens chose. What ranks would have to tell each other first, ghosts have told already."""
@@ -63,8 +64,9 @@ class _WithExperts(GhostTask):
         return problem_for(self.op, self.shape[0], n, k, self.dtype, self.device, self.group)
 
     def choose(self) -> Choice:
-        """What lookup says of this shape."""
-        return lookup(self.problem())
+        """What auto takes."""
+        problem = self.problem()
+        return once_routed(lookup(problem), problem, self.routing.capacity)
 
 
 class GhostMoeGather(_WithExperts, GhostGathering):

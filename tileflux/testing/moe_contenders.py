@@ -22,7 +22,7 @@ from tileflux.testing.moe_pipelines import send_off, take_in
 from tileflux.testing.moe_rows import Assignment, exact_rows, multiply_by_expert
 from tileflux.testing.numerics import assert_close
 from tileflux.testing.shapes import Mixture
-from tileflux.tune.lookup import Choice, lookup, problem_for
+from tileflux.tune.lookup import Choice, lookup, once_routed, problem_for
 
 __all__ = ["check_rows", "grouped_suite", "moe_suite"]
 
@@ -121,9 +121,10 @@ class _MoeTask(Task):
         """What both products of a layer share."""
 
     def choose(self) -> Choice:
-        """What lookup says of this shape."""
+        """What auto takes."""
         _, n, k = self.weight.shape
-        return lookup(problem_for(self.op, self.shape[0], n, k, self.dtype, self.group.device, self.group))
+        problem = problem_for(self.op, self.shape[0], n, k, self.dtype, self.group.device, self.group)
+        return once_routed(lookup(problem), problem, self.shape[0] * self.assignment.mixture.top_k)
 
     def _begin(self, *calls: Callable[[], object]) -> None:
         """The first of all that waits for others, after all that torch uses between such calls has run once.

@@ -9,7 +9,7 @@ import torch
 
 from tileflux.config import SWAPPED_BYTES, GemmConfig, GemmProblem
 from tileflux.symm.group import Group
-from tileflux.tune.lookup import Choice, grouped_tiles, lookup, problem_for, rows_of_tiles, usual_slabs
+from tileflux.tune.lookup import Choice, grouped_tiles, lookup, once_routed, problem_for, rows_of_tiles, usual_slabs
 
 __all__ = ["Explanation", "explain"]
 
@@ -64,6 +64,7 @@ def explain(
     choice = lookup(problem)
     config = choice.config
     if num_experts and top_k:
+        choice = once_routed(choice, problem, m * top_k)
         config = _grouped(problem, choice, rows_of_tiles(m * top_k, num_experts, group.device))
     itemsize = (out_dtype or (dtype if dtype.itemsize > 1 else torch.bfloat16)).itemsize
     nbytes = _symmetric_bytes(op, choice.strategy, choice.algorithm, (m, n, k), group.world_size, dtype, itemsize)

@@ -33,6 +33,7 @@ __all__ = [
     "forget",
     "grouped_tiles",
     "lookup",
+    "once_routed",
     "num_readings",
     "problem_for",
     "rows_of_tiles",
@@ -55,6 +56,8 @@ _SPAN_ROWS = 256
 _WIDE = 256  # columns of a large tile
 _ROWS_ENOUGH = 1024  # for one pass through the weight
 _SLAB_S = 60e-6  # on the link, where beginning, ending and announcing a copy take some 12 of a slab of any size
+_PART_S = 40e-6  # of moe_gemm_rs, where every slab is a copy to each peer
+_SLOW = ("network", "PCIe")
 _MOST_SLABS = 2  # a third and a fourth were measured, and cost more than they gave
 _num_readings = 0
 _TILE_SPEEDS = {(128, 256): 1.0, (128, 128): 0.94, (64, 128): 0.8}
@@ -181,10 +184,33 @@ def grouped_tiles(problem: GemmProblem, usual: GemmConfig, block_m: int) -> Gemm
 def usual_slabs(problem: GemmProblem, strategy: str, block_n: int) -> int:
     """Slabs that ``moe_gemm_rs`` cuts columns into: pipelined, each is a launch of its own, two tiles wide or more.
 
-    Within a GPU eight; between GPUs every owner's part of a slab is a copy, and there is a gap behind each.
+    Within a GPU eight; between GPUs every owner's part of a slab is a copy, and there is a gap behind each, for which a
+    slow link has no time: there a copy is long. By what all ranks know alone, so not by K.
     """
+    if not problem.arch or strategy != "pipelined":
+        return 4
     most = 8 if problem.link == "same GPU" else 4
-    return max(1, min(most, problem.n // (2 * block_n))) if problem.arch and strategy == "pipelined" else 4
+    if problem.link in _SLOW:
+        shard_bytes = problem.rows_per_rank * problem.n * max(2, ITEMSIZE[problem.dtype])
+        most = min(8, int(shard_bytes / _LINK_BYTES_PER_S[problem.link] / _PART_S))
+    return max(1, min(most, problem.n // (2 * block_n)))
+
+
+def once_routed(choice: Choice, problem: GemmProblem, num_rows: int) -> Choice:
+    """What ``auto`` makes of ``choice`` when it knows how many rows this rank's experts have.
+
+    Tokens of ``moe_ag_gemm`` that take longer to come than to be multiplied are used as they come. Ranks may differ in
+    this: both ways exchange alike.
+    """
+    if problem.op != "moe_ag_gemm" or choice.strategy != "pipelined" or not _waits_for_tokens(problem, num_rows):
+        return choice
+    reason = "tokens take longer to come than to be multiplied: tiles are used as they come"
+    return dataclasses.replace(choice, strategy="fused", reason=reason)
+
+
+def _waits_for_tokens(problem: GemmProblem, num_rows: int) -> bool:
+    """Whether gathering takes longer than the product of so many rows."""
+    return _comm_over_gemm(problem) * problem.m > num_rows
 
 
 def stage_span(problem: GemmProblem, num_rows: int, num_experts: int) -> int:
@@ -194,8 +220,8 @@ def stage_span(problem: GemmProblem, num_rows: int, num_experts: int) -> int:
     """
     if not problem.arch or problem.world_size < 3 or _is_empty(problem) or not num_rows:
         return 1
-    if _comm_over_gemm(problem) * problem.m > num_rows:
-        return 1  # tokens take longer than their product: used as they come
+    if _waits_for_tokens(problem, num_rows):
+        return 1
     each = max(1, num_rows // (num_experts * problem.world_size))
     return max(1, min(problem.world_size - 1, -(-_SPAN_ROWS // each)))
 
