@@ -1,4 +1,4 @@
-"""A pytest plugin (``-p tests.told``): why a test failed is told when it fails, not at the end, which may never come."""
+"""A pytest plugin (``-p tests.told``): why a test failed is told at once, and not at the end, which may never come."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def usual_slabs(problem: GemmProblem, strategy: str, block_n: int) -> int:
     most = 8 if problem.link == "same GPU" else 4
     if problem.link in _SLOW:
         shard_bytes = problem.rows_per_rank * problem.n * max(2, ITEMSIZE[problem.dtype])
-        most = min(8, int(shard_bytes / _LINK_BYTES_PER_S[problem.link] / _PART_S))
+        most = min(most, int(shard_bytes / _LINK_BYTES_PER_S[problem.link] / _PART_S))
     return max(1, min(most, problem.n // (2 * block_n)))
 
 
