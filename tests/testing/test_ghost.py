@@ -75,10 +75,15 @@ def test_slabs_are_sent_when_as_much_has_been_staged_or_sent(
         slabs_at=lambda owner, source, slabs, dtype, n: ("slot", owner, source, slabs, dtype, n),
     )
     ghosts = fake_ghosts(4)
-    sending = SimpleNamespace(record_event=lambda: sum(each[0] == "send" for each in seen))
+    watching = SimpleNamespace(record_event=lambda: sum(each[0] == "wait" for each in seen))
+    sending = SimpleNamespace(
+        record_event=lambda: sum(each[0] == "send" for each in seen),
+        wait_event=lambda number: seen.append(("when told", number)),
+    )
     announcing = SimpleNamespace(wait_event=lambda number: seen.append(("after", number)))
-    ghosts._sending, ghosts._announcing, ghosts._answering = sending, announcing, "answering"  # type: ignore[assignment]
-    names = {id(sending): "sending", id(announcing): "announcing"}
+    made: Any = ghosts
+    made._watching, made._sending, made._announcing, made._answering = watching, sending, announcing, "answering"
+    names = {id(watching): "watching", id(sending): "sending", id(announcing): "announcing"}
     ghosts._epochs = {"moe_gemm_rs": 6}
     monkeypatch.setattr(
         torch.cuda, "stream", lambda stream: contextlib.nullcontext(seen.append((names.get(id(stream), stream),)))
@@ -93,11 +98,15 @@ def test_slabs_are_sent_when_as_much_has_been_staged_or_sent(
     expected: list[tuple] = [("sending",)]
     pieces = order or [(owner, range(slab, slab + 1)) for slab in range(2) for owner in (1, 2, 3)]
     sent: list[torch.Tensor] = []
+    num_told = 0
     for number, (owner, slabs) in enumerate(pieces, 1):
         source, first = {1: 3, 2: 2, 3: 1}[owner], slabs[0]
-        if rows[owner]:
-            told = ("staged", owner, slabs[-1]) if watch_staging else ("flag", owner, first, 0)
-            expected.append(("wait", told, 7))
+        # Without an order all owners' slabs are computed at once: the first one's flag tells of all.
+        teller = 1 if order is None and not watch_staging else owner
+        if rows[teller]:
+            told = ("staged", teller, slabs[-1]) if watch_staging else ("flag", teller, first, 0)
+            num_told += 1
+            expected += [("watching",), ("wait", told, 7), ("when told", num_told)]
         expected += [("send", source, first, ("slot", 0, source, slabs, torch.float32, num_columns))]
         expected += [("announcing",), ("after", number), ("write", ("flag", 0, first, source), 7)]
         # Slabs of 32 and of 8 columns, with all rows of each together.

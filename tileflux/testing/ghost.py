@@ -59,9 +59,10 @@ class Ghosts:
     _epochs: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Peers go on sending while they wait for the real rank's rows, and while they announce what they have sent.
-        self._streams = tuple(torch.cuda.Stream(self.group.device) for _ in range(3))
-        self._sending, self._announcing, self._answering = self._streams
+        # Peers go on sending while they wait for the real rank's rows, and while they announce what they have sent; and
+        # what they send next does not begin later for having been waited for in between, as in one stream it would.
+        self._streams = tuple(torch.cuda.Stream(self.group.device) for _ in range(4))
+        self._watching, self._sending, self._announcing, self._answering = self._streams
 
     def start(self) -> None:
         """From here on the ghosts' work follows what the current stream holds so far."""
@@ -80,7 +81,7 @@ class Ghosts:
         buffer = here.gathered(x.dtype, x.shape[1])
         with torch.cuda.stream(self._sending):
             for source in ((rank + hop) % world_size for hop in range(1, world_size)):
-                stream_wait(here.ack(source, rank), epoch)
+                self._send_after(here.ack(source, rank), epoch)
                 for chunk in range(plan.num_chunks):
                     rows = plan.chunk(source, chunk)
                     if rows:
@@ -108,20 +109,24 @@ class Ghosts:
         ``partials`` are pinned ``[m, N]``, by source, and lie slab by slab. A ghost sends a piece when it would have
         computed it: when the real rank has computed the same for the owner that it comes to at that step, in the
         ``order`` of (owner, slabs), or one slab for all owners after the other. With ``watch_staging`` that is told by
-        the word behind its tiles, else by the flag behind its copy, a little later.
+        the word behind its tiles, else by the flag behind its copy, a little later; a slab for all owners is computed
+        at once, and told by the first of them.
         """
         rank, world_size, plan = self.group.rank, self.group.world_size, here.plan
         epoch = self._next(plan.op)
         owners = [(rank + hop) % world_size for hop in range(1, world_size)]
         num_rows, num_columns = partials[rank].shape
+        tells = None
         if order is None:
             order = [(owner, range(i, i + 1)) for i in range(len(plan.slabs(num_columns))) for owner in owners]
+            tells = None if watch_staging else next((owner for owner in owners if plan.rows[owner]), None)
         with torch.cuda.stream(self._sending):
             for owner, slabs in order:
                 source = (2 * rank - owner) % world_size  # as far before the real rank as the owner is behind it
-                if plan.rows[owner]:
-                    told = here.staged(owner, slabs[-1]) if watch_staging else here.flag(owner, slabs[0])
-                    stream_wait(told, epoch + 1)
+                teller = owner if tells is None else tells
+                if plan.rows[teller]:
+                    told = here.staged(teller, slabs[-1]) if watch_staging else here.flag(teller, slabs[0])
+                    self._send_after(told, epoch + 1)
                 columns = plan.columns(slabs, num_columns)
                 piece = partials[source].view(-1)[num_rows * columns.start : num_rows * columns.stop]
                 to = here.slabs_at(rank, source, slabs, piece.dtype, num_columns)
@@ -142,6 +147,12 @@ class Ghosts:
         epoch = self._epochs.get(op, 0)
         self._epochs[op] = epoch + 1
         return epoch
+
+    def _send_after(self, word: torch.Tensor, value: int) -> None:
+        """What is sent next follows ``word``'s being set."""
+        with torch.cuda.stream(self._watching):
+            stream_wait(word, value)
+        self._sending.wait_event(self._watching.record_event())
 
     def _announce(self, word: torch.Tensor, value: int) -> None:
         """Set ``word`` behind what was sent, on another stream: in the same one the next copy would begin later."""
