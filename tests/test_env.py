@@ -133,6 +133,15 @@ def test_settings_for_streams_are_a_default_and_no_order(monkeypatch: pytest.Mon
     assert env.separate_streams() and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
+def test_queues_for_streams_are_a_default_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    env.separate_queues()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    env.separate_queues()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
 def test_every_variable_of_ours_is_declared() -> None:
     texts = {node.value for node in ast.walk(ast.parse(inspect.getsource(env))) if isinstance(node, ast.Constant)}
     used = {text for text in texts if isinstance(text, str) and re.fullmatch(r"TILEFLUX_[A-Z_0-9]+", text)}

@@ -24,6 +24,7 @@ __all__ = [
     "local_rank",
     "settings_for_streams",
     "scoped",
+    "separate_queues",
     "separate_streams",
     "set_variables",
     "share_gpu",
@@ -142,6 +143,11 @@ def separate_streams() -> bool:
     missing = settings_for_streams()
     os.environ.update(missing)
     return not missing
+
+
+def separate_queues() -> None:
+    """Ask for a hardware queue for each of a process's streams, unless told otherwise; before CUDA is started."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _FOR_STREAMS["CUDA_DEVICE_MAX_CONNECTIONS"])
 
 
 def use_loopback() -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tileflux import env
 from tileflux.kernels.turns import Turn
 from tileflux.symm.ghost import GhostTransport, stream_wait, stream_write
 from tileflux.symm.group import Group
@@ -30,7 +31,8 @@ def ghost_group(world_size: int, device: torch.device | str = "cuda", *, timeout
     device = torch.device(device)
     if device.type != "cuda":
         raise ValueError(f"device={device} should be a GPU: what ghosts send crosses its link to the host")
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+    env.separate_queues()  # a stream of the ghosts' that waits must not stand in front of one of the real rank's
+    if device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     return Group(GhostTransport(world_size, device), timeout_s=timeout_s)
 
