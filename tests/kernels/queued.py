@@ -109,6 +109,7 @@ class Queued:
         return SimpleNamespace(
             plan=plan,
             rank=self.group.rank,
+            leaving=None,
             count_call=lambda: self.seen.append((self._stream, "counted")),
             announce=lambda owner, index: self.seen.append((self._stream, "flag", owner, index)),
             staging=lambda dtype, n: torch.empty(sum(plan.rows), n, dtype=dtype),

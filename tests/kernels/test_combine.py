@@ -13,6 +13,7 @@ import torch
 from tileflux import env, local_groups, moe_gemm_rs
 from tileflux.config import GROUPS, GemmConfig
 from tileflux.kernels import combine, gemm_host, slabs
+from tileflux.kernels.combine import departing_hops
 from tileflux.kernels.groups import Groups, cut_counts
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.roles import COMBINE, COMBINE_SEND, COMBINE_STAGE, PLAIN
@@ -33,7 +34,7 @@ NUM_SEEDS = {2: 3, 3: 1}
 @interpreted
 @pytest.mark.parametrize("world_size", NUM_SEEDS)
 def test_every_schedule_gives_the_right_result_by_copies(world_size: int) -> None:
-    for protocol in ("moe_gemm_rs fused", "moe_gemm_rs pipelined"):
+    for protocol in ("moe_gemm_rs fused", "moe_gemm_rs pipelined", "moe_gemm_rs pipelined, one slab"):
         for seed in range(NUM_SEEDS[world_size]):
             simulate_protocol(protocol, world_size, seed, by_copies=True)
 
@@ -41,7 +42,7 @@ def test_every_schedule_gives_the_right_result_by_copies(world_size: int) -> Non
 def _combine(group: Group, by_copies: bool, num_slabs: int, seed: int, strategy: str) -> torch.Tensor:
     from tileflux.testing.simulated_streams import on_streams
 
-    config = dataclasses.replace(SLABS, num_chunks=num_slabs)
+    config = dataclasses.replace(SLABS, num_chunks=num_slabs, span=2)
     call = CombineCall(
         "moe_gemm_rs", 11, columns=64, depth=48, ragged=True, kind="skewed", dtype=torch.bfloat16, config=config
     )
@@ -56,7 +57,7 @@ def _combine(group: Group, by_copies: bool, num_slabs: int, seed: int, strategy:
 
 
 @interpreted
-@pytest.mark.parametrize(("world_size", "num_slabs"), [(2, 4), (3, 2), (2, 1)])
+@pytest.mark.parametrize(("world_size", "num_slabs"), [(2, 4), (3, 2), (2, 1), (4, 1)])
 def test_copies_give_the_bits_that_stores_give(world_size: int, num_slabs: int) -> None:
     from tileflux.testing.simulated_streams import simulated_streams
     from tileflux.testing.simulator import simulate
@@ -143,11 +144,11 @@ def test_sums_apart_are_behind_one_program_that_waits_for_the_last_slab(
     assert queued.seen == [("load",), ("main", "launch_open"), ("main", "gemm"), *last]
 
 
-def _note_slabs(queued: Queued, monkeypatch: pytest.MonkeyPatch) -> None:
+def _note_slabs(queued: Queued, monkeypatch: pytest.MonkeyPatch, *, hops: bool = False) -> None:
     def noted(name: str, at: int) -> Any:
         return lambda *given: queued.seen.append((queued._stream, name, given[at]))
 
-    for name, at in (("launch_spaced", 3), ("launch_sums", 3), ("launch_push_slab", 2)):
+    for name, at in (("launch_spaced", 3), ("launch_sums", 4 if hops else 3), ("launch_push_slab", 2)):
         monkeypatch.setattr(slabs, name, noted(name, at))
 
 
@@ -183,13 +184,55 @@ def test_pipelined_each_slab_is_sent_beside_the_next_ones_product(
     assert {part.out.shape for part in queued.products} == {(32, 32)}
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("span", [1, 2, 5])
+def test_pipelined_in_one_slab_owners_sums_leave_beside_the_next_ones_product(
+    span: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The farthest rank's first, one's own last, and nothing for who has no tokens."""
+    rows, config = (20, 5, 0, 33), dataclasses.replace(CONFIG, num_chunks=1, span=span)
+    queued = Queued(monkeypatch, combine, PLAIN, config, rank, rows)
+    _note_slabs(queued, monkeypatch, hops=True)
+    run(queued, rows, 64, config, strategy="pipelined")
+    expected: list[tuple] = [
+        ("load",), ("load",), ("main", "load gemm"), ("main", "counted"), ("main", "launch_open")
+    ]  # fmt: skip
+    bands = {1: [[3], [2], [1]], 2: [[3, 2], [1]], 5: [[3, 2, 1]]}[span]
+    for band in bands:
+        expected += [("main", "gemm"), ("main", "launch_sums", range(band[-1], band[0] + 1))]
+        owners = [owner for hop in band if rows[owner := (rank + hop) % 4]]
+        expected += [("sending", "after", "all")] if owners else []
+        for owner in owners:
+            one = range(1)
+            expected += [("sending", "copy", owner, rank, one, ("staged", owner, one)), ("sending", "flag", owner, 0)]
+    expected += [("main", "gemm"), ("main", "launch_sums", range(1))]
+    last = ("main", "launch_sum_slabs") if rows[rank] else ("main", "launch_release")
+    assert queued.seen == [*expected, last, ("main", "join", "sending")]
+    assert {part.out.data_ptr() for part in queued.products} == {queued.products[0].out.data_ptr()}
+    assert {part.out.shape for part in queued.products} == {(32, 64)}
+
+
+def test_every_peer_departs_once_and_the_farthest_first() -> None:
+    for world_size in range(2, 9):
+        for span in range(1, 10):
+            bands = departing_hops(world_size, span)
+            hops = [hop for band in bands for hop in reversed(band)]
+            assert hops == [*range(world_size - 1, 0, -1), 0] and bands[-1] == range(1)
+            assert all(len(band) == span for band in bands[:-2])
+
+
+@pytest.mark.parametrize("num_slabs", [1, 2])
 @pytest.mark.parametrize("strategy", ["fused", "pipelined"])
 def test_where_nobody_is_sent_anything_no_stream_beside_is_touched(
-    strategy: str, monkeypatch: pytest.MonkeyPatch
+    strategy: str, num_slabs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queued = Queued(monkeypatch, combine, PLAIN if strategy == "pipelined" else COMBINE_STAGE, CONFIG, 0, (20, 0, 0))
+    config, role = (
+        dataclasses.replace(CONFIG, num_chunks=num_slabs),
+        PLAIN if strategy == "pipelined" else COMBINE_STAGE,
+    )
+    queued = Queued(monkeypatch, combine, role, config, 0, (20, 0, 0))
     _note_slabs(queued, monkeypatch)
-    run(queued, (20, 0, 0), 64, strategy=strategy)
+    run(queued, (20, 0, 0), 64, config, strategy=strategy)
     assert {each[0] for each in queued.seen if len(each) > 1} == {"main"}
     assert queued.seen[-1] == ("main", "launch_sum_slabs"), "and none is joined"
 

@@ -96,7 +96,9 @@ def _send(
     for slab, columns in enumerate(here.plan.slabs(num_columns)):
         cut = slice(columns.start, columns.stop)
         room.copy_(products[:, cut])
-        slabs.launch_sums(here, groups.index, room, slab, world_size)
+        # Of all ranks at once, or of some and then of the others.
+        for hops in (range(1, world_size + 1),) if slab % 2 else (range(1, world_size), range(1)):
+            slabs.launch_sums(here, groups.index, room, slab, hops, world_size)
         for owner, count in enumerate(here.plan.rows):
             first = here.plan.first_rows[owner]
             to_send = here.slabs_to_send(owner, range(slab, slab + 1), dtype, num_columns)

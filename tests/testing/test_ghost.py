@@ -57,10 +57,16 @@ def test_calls_are_counted_by_op() -> None:
     assert (ghosts.num_calls("ag_gemm"), ghosts.num_calls("gemm_rs"), ghosts.num_calls("gemm")) == (3, 1, 0)
 
 
-@pytest.mark.parametrize("order", [None, [(1, range(2)), (2, range(2)), (3, range(1)), (3, range(1, 2))]])
+@pytest.mark.parametrize(
+    "order",
+    [
+        [(owner, range(slab, slab + 1)) for slab in range(2) for owner in (1, 2, 3)],
+        [(1, range(2)), (2, range(2)), (3, range(1)), (3, range(1, 2))],
+    ],
+)
 @pytest.mark.parametrize("watch_staging", [True, False])
-def test_slabs_are_sent_when_as_much_has_been_staged_or_sent(
-    watch_staging: bool, order: list[tuple[int, range]] | None, monkeypatch: pytest.MonkeyPatch
+def test_slabs_are_sent_when_as_much_has_been_staged_or_leaves(
+    watch_staging: bool, order: list[tuple[int, range]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every direction the order in which ranks come to each other; no ack before the last slab has come."""
     rows, num_columns = (3, 4, 0, 5), 40
@@ -94,19 +100,18 @@ def test_slabs_are_sent_when_as_much_has_been_staged_or_sent(
         ghosts, "_send", lambda source, chunk, to, slab: seen.append(("send", source, chunk, to, slab)), raising=True
     )
     partials = [torch.randn(3, 40) for _ in rows]
-    ghosts.scatter(here, partials, watch_staging=watch_staging, order=order)
+    leaving: Any = None if watch_staging else [f"begin {owner} {slabs[0]}" for owner, slabs in order if rows[owner]]
+    ghosts.scatter(here, partials, order=order, leaving=leaving)
     expected: list[tuple] = [("sending",)]
-    pieces = order or [(owner, range(slab, slab + 1)) for slab in range(2) for owner in (1, 2, 3)]
     sent: list[torch.Tensor] = []
     num_told = 0
-    for number, (owner, slabs) in enumerate(pieces, 1):
+    for number, (owner, slabs) in enumerate(order, 1):
         source, first = {1: 3, 2: 2, 3: 1}[owner], slabs[0]
-        # Without an order all owners' slabs are computed at once: the first one's flag tells of all.
-        teller = 1 if order is None and not watch_staging else owner
-        if rows[teller]:
-            told = ("staged", teller, slabs[-1]) if watch_staging else ("flag", teller, first, 0)
+        if rows[owner] and watch_staging:
             num_told += 1
-            expected += [("watching",), ("wait", told, 7), ("when told", num_told)]
+            expected += [("watching",), ("wait", ("staged", owner, slabs[-1]), 7), ("when told", num_told)]
+        elif rows[owner]:
+            expected.append(("when told", f"begin {owner} {first}"))
         expected += [("send", source, first, ("slot", 0, source, slabs, torch.float32, num_columns))]
         expected += [("announcing",), ("after", number), ("write", ("flag", 0, first, source), 7)]
         # Slabs of 32 and of 8 columns, with all rows of each together.
@@ -115,7 +120,7 @@ def test_slabs_are_sent_when_as_much_has_been_staged_or_sent(
     expected.append(("answering",))
     for peer in (1, 2, 3):
         if rows[peer]:
-            last = next(slabs[0] for owner, slabs in reversed(pieces) if owner == peer)
+            last = next(slabs[0] for owner, slabs in reversed(order) if owner == peer)
             expected.append(("wait", ("flag", peer, last, 0), 7))
         expected.append(("write", ("ack", 0, peer), 7))
     assert [each[:4] for each in seen] == [each[:4] for each in expected]
@@ -206,11 +211,12 @@ class Scattering:
         slabs = [each.pin_memory() for each in by_slab]
         order = [(each.owner, each.slabs) for each in departures(0, plan, tiles, n)]
         self.here = turn(group, plan)
+        self.here.leaving = None if strategy == "fused" else []
         ghosts.start()
         ops.gemm_rs(
             self.x, self.weight, group=group, sizes=self.sizes, strategy=strategy, config=self.config, out=self.out
         )
-        ghosts.scatter(self.here, slabs, watch_staging=strategy == "fused", order=order)
+        ghosts.scatter(self.here, slabs, order=order, leaving=self.here.leaving)
         ghosts.join()
 
     def check(self) -> None:

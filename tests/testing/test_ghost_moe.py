@@ -191,7 +191,7 @@ def test_ghosts_send_slabs_by_the_plan_of_the_op(
     played: list[Any] = []
     ghosts = SimpleNamespace(
         start=lambda: played.append("start"), num_calls=lambda op: 5,
-        scatter=lambda here, slabs, watch_staging: played.append((here.plan, slabs, watch_staging)),
+        scatter=lambda here, slabs, order, leaving: played.append((here.plan, slabs, order, leaving)),
         join=lambda: played.append("join"),
     )  # fmt: skip
     (group,) = tileflux.local_groups(1)
@@ -209,9 +209,13 @@ def test_ghosts_send_slabs_by_the_plan_of_the_op(
     ((given, named),) = called
     assert given[0] is task.x and given[1] is task.weight and given[2] is routing
     assert named == {"strategy": strategy, "config": config, "out": task.out} and named["out"] is task.out
-    start, (plan, slabs, watch_staging), join = played
+    start, (plan, slabs, order, leaving), join = played
     assert (start, join, task.epoch) == ("start", "join", 5) and task.here.plan is plan
-    assert watch_staging == (strategy == "fused")
+    assert leaving == (None if strategy == "fused" else [])
+    owners = [(task.rank + hop) % WORLD for hop in range(1, WORLD)]
+    if strategy == "pipelined" and len(plan.slabs(SHAPE[1])) == 1:
+        owners.reverse()
+    assert order == [(owner, range(i, i + 1)) for i in range(len(plan.slabs(SHAPE[1]))) for owner in owners]
     assert plan == plan_of_op(monkeypatch, task, routing, usual.config, config, strategy)
     assert len(slabs) == WORLD
     for source, each in enumerate(slabs):

@@ -411,8 +411,8 @@ def test_experts_go_in_launches_of_their_own_on_a_gpu(op: str, link: str) -> Non
 
 @pytest.mark.parametrize(
     ("n", "block_n", "arch", "strategy", "link", "num_slabs"),
-    [(8192, 256, 90, "pipelined", "PCIe", 4), (8192, 256, 90, "pipelined", "NVLink", 4),
-     (2048, 256, 90, "pipelined", "PCIe", 2), (1024, 128, 90, "pipelined", "PCIe", 1),
+    [(8192, 256, 90, "pipelined", "PCIe", 1), (8192, 256, 90, "pipelined", "network", 1),
+     (8192, 256, 90, "pipelined", "NVLink", 4), (1024, 128, 90, "pipelined", "NVLink", 4),
      (8192, 256, 90, "pipelined", "same GPU", 8),
      (2048, 128, 90, "pipelined", "same GPU", 8), (1024, 128, 90, "pipelined", "same GPU", 4),
      (64, 128, 90, "pipelined", "PCIe", 1), (8192, 256, 90, "fused", "PCIe", 4), (8192, 1024, 0, "pipelined", "", 4)],

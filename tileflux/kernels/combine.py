@@ -2,7 +2,7 @@
 
 sequential  the product, the sums of tokens' choices, then the collective (``direct.py`` where SMs copy)
 pipelined   columns in slabs: of each a product, a kernel that adds up by token, and then what is sent, beside the next
-            slab's product
+            slab's product. One slab that copies send goes by owners: their tokens' rows, sums, and what is sent
 fused       one kernel; SMs store sums at their owners, or where copies need no SM the copy engine brings them there.
             Owners add them up in the same launch, or in one of its own (as in ``scatter.py``)
 """
@@ -33,25 +33,31 @@ from tileflux.kernels.shards import combine_shards, slab_shards
 from tileflux.kernels.turns import Turn, turn
 from tileflux.symm.group import Group
 
-__all__ = ["run_combine"]
+__all__ = ["departing_hops", "run_combine"]
 
 
 def run_combine(group: Group, operands: Operands, rows: tuple[int, ...], strategy: str, config: GemmConfig) -> None:
     """``operands.out`` has this rank's tokens, of which all ranks have ``rows``."""
     assert operands.groups is not None
-    # All rows are here: tiles of one expert go beside each other, whatever stage their tokens came at.
-    groups, out = operands.groups.of_stages(0, group.world_size), operands.out
-    operands = dataclasses.replace(operands, groups=groups)
-    if strategy == "sequential" or group.world_size == 1:
-        _sum_then_reduce(group, operands, groups, rows, config)
-        return
-    by_copies = sends_by_copies(group)
-    by_slab = config.sums_apart and not on_host(group)
-    shape = (groups.capacity, operands.num_columns, out.element_size())
-    if strategy == "pipelined" and not on_host(group):
+    by_stage, out = operands.groups, operands.out
+    by_copies, world_size = sends_by_copies(group), group.world_size
+    shape = (by_stage.capacity, operands.num_columns, out.element_size())
+    is_pipelined = strategy == "pipelined" and world_size > 1 and not on_host(group)
+    if is_pipelined:
         here = turn(group, slab_shards(COMBINE.name, rows, *shape, config, by_copies=by_copies))
+        if by_copies and len(here.plan.slabs(operands.num_columns)) == 1:
+            _multiply_by_owner(group, here, operands, by_stage, config)
+            return
+    # All rows are here: tiles of one expert go beside each other, whatever stage their tokens came at.
+    groups = by_stage.of_stages(0, world_size)
+    operands = dataclasses.replace(operands, groups=groups)
+    if is_pipelined:
         _multiply_by_slab(group, here, operands, groups, config)
         return
+    if strategy == "sequential" or world_size == 1:
+        _sum_then_reduce(group, operands, groups, rows, config)
+        return
+    by_slab = config.sums_apart and not on_host(group)
     here = turn(group, combine_shards(COMBINE.name, rows, *shape, config, by_slab=by_slab, by_copies=by_copies))
     if by_copies:
         _copy_finished(group, here, operands, config)
@@ -104,7 +110,7 @@ def _multiply_by_slab(group: Group, here: Turn, operands: Operands, groups: Grou
     for slab in range(num_slabs):
         if groups.capacity:
             launch_gemm(part(slab), PLAIN, tiles, group=group)
-        slabs.launch_sums(here, groups.index, products, slab, world_size)
+        slabs.launch_sums(here, groups.index, products, slab, range(1, world_size + 1), world_size)
         if not by_copies:
             with beside(group):
                 slabs.launch_push_slab(here, products, slab, num_feeders(group, config), world_size)
@@ -117,6 +123,41 @@ def _multiply_by_slab(group: Group, here: Turn, operands: Operands, groups: Grou
     else:
         join(group)
         _sum_sent(group, here, out)
+
+
+def _multiply_by_owner(group: Group, here: Turn, operands: Operands, groups: Groups, config: GemmConfig) -> None:
+    """Rows of some owners' tokens after those of others, the farthest rank's first, one's own last.
+
+    An expert's rows lie in the order of ranks from this one on, so tiles that have rows of a rank, and all that come
+    behind them, are those whose last rows are of that rank or a farther one: ``of_stages`` from the end on. Each launch
+    reads the weights of all experts, so ``config.span`` ranks go together, but for this one.
+    """
+    out, world_size = operands.out, group.world_size
+    products = here.slab_rows(groups.capacity, out.dtype, out.shape[1])
+    bands = departing_hops(world_size, config.span)
+    parts = [dataclasses.replace(operands, out=products, groups=groups.of_stages(b.start, b.stop)) for b in bands]
+    load_slab_steps(group, here, out)
+    load = partial(slabs.load, here, groups.index, products, world_size)
+    load_once(group.device, ("slabs", world_size, out.dtype, products.shape[1]), load, group)
+    launch_gemm(parts[0], PLAIN, config, group=group, load_only=True)
+    here.count_call()
+    steps.launch_open(here, world_size)
+    for band, part in zip(bands, parts, strict=True):
+        if groups.capacity:
+            launch_gemm(part, PLAIN, config, group=group)
+        slabs.launch_sums(here, groups.index, products, 0, band, world_size)
+        owners = [owner for hop in reversed(band) if here.plan.rows[owner := (group.rank + hop) % world_size]]
+        if band.start and owners:
+            with beside(group):
+                for owner in owners:
+                    send_slabs(here, out, here.slabs_to_send, owner, range(1))
+    sum_copied(group, here, out)
+
+
+def departing_hops(world_size: int, span: int) -> list[range]:
+    """How far behind this rank those are whose rows go together: from the farthest on, ``span`` of them, 0 alone."""
+    peers = [range(max(1, end - span), end) for end in range(world_size, 1, -span)]
+    return [*peers, range(1)]
 
 
 def _cut_slabs(group: Group, operands: Operands, groups: Groups, products: torch.Tensor) -> Callable[[int], Operands]:

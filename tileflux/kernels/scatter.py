@@ -306,6 +306,8 @@ def _shard_of(operands: Operands, here: Turn, owner: int, out: torch.Tensor) -> 
 def send_slabs(here: Turn, out: torch.Tensor, staged: Callable[..., torch.Tensor], owner: int, slabs: range) -> None:
     """Copy the slabs that ``staged`` finds to their owner in one piece, and announce it by the first of them."""
     piece = staged(owner, slabs, out.dtype, out.shape[1])
+    if here.leaving is not None:
+        here.leaving.append(torch.cuda.current_stream(here.group.device).record_event())
     here.slabs_at(owner, here.rank, slabs, out.dtype, out.shape[1]).copy_(piece, non_blocking=True)
     here.announce(owner, slabs[0])
 

@@ -60,20 +60,23 @@ def launch_spaced(group: Group, index: torch.Tensor, spaced: torch.Tensor, times
 
 
 def launch_sums(
-    turn: Turn, index: torch.Tensor, products: torch.Tensor, slab: int, world_size: int, num_programs: int = -1
+    turn: Turn, index: torch.Tensor, products: torch.Tensor, slab: int, hops: range, world_size: int
 ) -> None:
-    """Add up every token's choices of a slab, of which ``products`` has all rows, and round."""
+    """Add up the choices of tokens of the ranks ``hops`` behind this one, of which ``products`` has a slab; and round.
+
+    ``hops`` follow each other; 0 or W is this rank.
+    """
     width = products.shape[1]
     columns = min(_MAX_COLUMNS, max(_MIN_COLUMNS, triton.next_power_of_2(width)))
     tokens = _ELEMENTS // columns
     # Slots, slabs and rows are whole units of 16 bytes where the width is, and so is where products begin.
     is_aligned = width % _WIDTH == 0
     blocks = triton.cdiv(max(turn.plan.rows), tokens) * triton.cdiv(width, columns)
-    arguments = (index.data_ptr(), products.data_ptr(), width, slab, triton.cdiv(max(turn.plan.rows), tokens))
+    num_blocks = triton.cdiv(max(turn.plan.rows), tokens)
+    arguments = (index.data_ptr(), products.data_ptr(), width, slab, hops.start, num_blocks, turn.table)
     constants = (SUMMED[products.dtype], is_aligned, world_size, tokens, columns, _WIDTH)
-    grid = world_size * blocks if num_programs < 0 else num_programs
     with launching(turn.group):
-        launch_step(_slab_sums_kernel, grid, (*arguments, turn.table), constants, _NUM_WARPS)
+        launch_step(_slab_sums_kernel, len(hops) * blocks, arguments, constants, _NUM_WARPS)
 
 
 def launch_push_slab(turn: Turn, products: torch.Tensor, slab: int, num_feeders: int, world_size: int) -> None:
@@ -86,7 +89,7 @@ def launch_push_slab(turn: Turn, products: torch.Tensor, slab: int, num_feeders:
 def load(turn: Turn, index: torch.Tensor, products: torch.Tensor, world_size: int) -> None:
     """Compile and load all of them, with nothing to do."""
     launch_spaced(turn.group, index, index[:0], 1, 0)
-    launch_sums(turn, index, products, 0, world_size, 0)
+    launch_sums(turn, index, products, 0, range(0), world_size)
     launch_push_slab(turn, products, 0, 0, world_size)
 
 
@@ -99,12 +102,13 @@ def _spaced_kernel(index: tl.int64, num_words: tl.int32, times: tl.int32, spaced
     tl.store(typed(spaced_ptr, tl.int32, False) + words, tl.where(is_expert, value * times, value), mask=mask)
 
 
-@triton.jit(do_not_specialize=("index", "products", "width", "slab", "num_blocks", "table_ptr"))
+@triton.jit(do_not_specialize=("index", "products", "width", "slab", "first_hop", "num_blocks", "table_ptr"))
 def _slab_sums_kernel(
     index: tl.int64,
     products: tl.int64,
     width: tl.int32,
     slab: tl.int32,
+    first_hop: tl.int32,
     num_blocks: tl.int32,
     table_ptr,
     TYPE: tl.constexpr,
@@ -114,14 +118,14 @@ def _slab_sums_kernel(
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A program has some of one owner's tokens, and some columns. The next rank's come first, one's own last."""
+    """A program has some of one owner's tokens, and some columns."""
     num_parts = tl.cdiv(width, COLUMNS)
     if ALIGNED:
         # So that the compiler can tell, and does not load element by element.
         width = width // WIDTH * WIDTH
     rank = word(table_ptr, RANK)
     block = tl.program_id(0) // num_parts
-    owner = (rank + 1 + block // num_blocks) % WORLD
+    owner = (rank + first_hop + block // num_blocks) % WORLD
     first_row, num_rows = shard(table_ptr, owner, WORLD)
     rows = block % num_blocks * TOKENS + tl.arange(0, TOKENS)
     columns = tl.program_id(0) % num_parts * COLUMNS + tl.arange(0, COLUMNS)

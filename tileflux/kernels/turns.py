@@ -135,6 +135,8 @@ class Turn:
         self._number: int | None = None
         self.opened: torch.cuda.Event
         """When the running call was opened, where copies send its products as they are counted."""
+        self.leaving: list[torch.cuda.Event] | None = None
+        """If a list, when each piece that copies send begins to leave is noted here, for who plays the peers."""
 
     @property
     def group(self) -> Group:

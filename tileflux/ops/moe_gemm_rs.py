@@ -39,7 +39,7 @@ from tileflux.ops.grouped_gemm import grouped_gemm_reference
 from tileflux.ops.reduce_scatter import reduce_scatter_reference
 from tileflux.ops.routing import Routing
 from tileflux.symm.group import group_by_name
-from tileflux.tune.lookup import problem_for, usual_slabs
+from tileflux.tune.lookup import problem_for, stage_span, usual_slabs
 
 __all__ = ["moe_gemm_rs", "moe_gemm_rs_reference", "slab_tiles"]
 
@@ -112,7 +112,7 @@ def _run(
     out = check_out("moe_gemm_rs", out, (rows[group.rank], num_columns), h, dtype=out_dtype, others=(weight,))
     problem = problem_for("moe_gemm_rs", num_tokens, num_columns, h.shape[1], h.dtype, h.device, group)
     choice = _dense.choose(problem, strategy, _dense.config_from(config))
-    tiles = slab_tiles(choice.config, config, block_m, problem, choice.strategy)
+    tiles = slab_tiles(choice.config, config, block_m, problem, choice.strategy, capacity, len(weight))
     num_slabs = tiles.num_chunks if choice.strategy == "pipelined" else 0
     same = (rows, num_columns, h.dtype, out_dtype, choice.strategy, tiles.block_m, tiles.block_n, top_k, num_slabs)
     begin("moe_gemm_rs", group, same)
@@ -125,10 +125,15 @@ def _run(
     return out
 
 
-def slab_tiles(usual: GemmConfig, given: str, block_m: int, problem: GemmProblem, strategy: str) -> GemmConfig:
-    """As ``_moe.tiles_for``, and how many slabs columns are cut into."""
+def slab_tiles(
+    usual: GemmConfig, given: str, block_m: int, problem: GemmProblem, strategy: str, num_rows: int, num_experts: int
+) -> GemmConfig:
+    """As ``_moe.tiles_for``, and how many slabs columns are cut into; of one, how many ranks' rows go together."""
     tiles = _moe.tiles_for(usual, given, block_m, problem)
-    return tiles if given else dataclasses.replace(tiles, num_chunks=usual_slabs(problem, strategy, tiles.block_n))
+    if given:
+        return tiles
+    span = stage_span(problem, num_rows, num_experts) if strategy == "pipelined" else tiles.span
+    return dataclasses.replace(tiles, num_chunks=usual_slabs(problem, strategy, tiles.block_n), span=span)
 
 
 def _fake(

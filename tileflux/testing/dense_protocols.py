@@ -280,6 +280,7 @@ PROTOCOLS: dict[str, tuple[Call, ...]] = {
     "moe_gemm_rs sequential": _with(_COMBINE, strategy="sequential"),
     "moe_gemm_rs fused, summed apart": _with(_COMBINE, config=replace(APART, num_chunks=2)),
     "moe_gemm_rs pipelined": _with(_COMBINE, strategy="pipelined"),
+    "moe_gemm_rs pipelined, one slab": _with(_COMBINE, strategy="pipelined", config=replace(SLABS, num_chunks=1)),
     "gemm_rs fused": _SCATTER,
     "gemm_rs fused, summed apart": _with(_SCATTER, config=APART),
     "gemm_rs fused, in slabs": _with(_SCATTER, columns=40, config=replace(SLABS, span=2, alone=1)),
@@ -293,7 +294,10 @@ PROTOCOLS: dict[str, tuple[Call, ...]] = {
 }
 """What is simulated, by name."""
 
-BY_COPIES = ("gemm_rs fused", "gemm_rs fused, in slabs", "moe_gemm_rs fused", "moe_gemm_rs pipelined")
+BY_COPIES = (
+    "gemm_rs fused", "gemm_rs fused, in slabs", "moe_gemm_rs fused", "moe_gemm_rs pipelined",
+    "moe_gemm_rs pipelined, one slab",
+)  # fmt: skip
 """Those of them that can be simulated with what is sent going by the copy engine."""
 
 _ONE_OF_EACH_OP = {"many tiles": _MANY_TILES[:3], "mixed": (_MIXED[0], _MIXED[3], _MIXED[2])}

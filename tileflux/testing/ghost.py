@@ -103,32 +103,28 @@ class Ghosts:
         here: Turn,
         partials: Sequence[torch.Tensor],
         *,
-        watch_staging: bool,
-        order: Sequence[tuple[int, range]] | None = None,
+        order: Sequence[tuple[int, range]],
+        leaving: Sequence[torch.cuda.Event] | None,
     ) -> None:
         """Send every ghost's partial sums of the real rank's rows, and take its own for them.
 
-        ``partials`` are pinned ``[m, N]``, by source, and lie slab by slab. A ghost sends a piece when it would have
-        computed it: when the real rank has computed the same for the owner that it comes to at that step, in the
-        ``order`` of (owner, slabs), or one slab for all owners after the other. With ``watch_staging`` that is told by
-        the word behind its tiles, else by the flag behind its copy, a little later; a slab for all owners is computed
-        at once, and told by the first of them.
+        ``partials`` are pinned ``[m, N]``, by source, and lie slab by slab. A ghost sends a piece when the real rank
+        does so, or could, at the same step of the ``order`` of (owner, slabs): when its copy begins, as noted in
+        ``leaving`` for every owner that has rows, or where that is None when its tiles have been counted.
         """
         rank, world_size, plan = self.group.rank, self.group.world_size, here.plan
         epoch = self._next(plan.op)
         owners = [(rank + hop) % world_size for hop in range(1, world_size)]
         num_rows, num_columns = partials[rank].shape
-        tells = None
-        if order is None:
-            order = [(owner, range(i, i + 1)) for i in range(len(plan.slabs(num_columns))) for owner in owners]
-            tells = None if watch_staging else next((owner for owner in owners if plan.rows[owner]), None)
+        begun = None if leaving is None else iter(leaving)
         with torch.cuda.stream(self._sending):
             for owner, slabs in order:
                 source = (2 * rank - owner) % world_size  # as far before the real rank as the owner is behind it
-                teller = owner if tells is None else tells
-                if plan.rows[teller]:
-                    told = here.staged(teller, slabs[-1]) if watch_staging else here.flag(teller, slabs[0])
-                    self._send_after(told, epoch + 1)
+                if plan.rows[owner]:
+                    if begun is None:
+                        self._send_after(here.staged(owner, slabs[-1]), epoch + 1)
+                    else:
+                        self._sending.wait_event(next(begun))
                 columns = plan.columns(slabs, num_columns)
                 piece = partials[source].view(-1)[num_rows * columns.start : num_rows * columns.stop]
                 to = here.slabs_at(rank, source, slabs, piece.dtype, num_columns)

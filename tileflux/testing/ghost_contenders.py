@@ -238,9 +238,10 @@ class GhostScatter(GhostTask):
 
         def call() -> None:
             self.here, self.epoch = here, self.ghosts.num_calls(self.op)
+            here.leaving = None if strategy == "fused" else []
             self.ghosts.start()
             ops.gemm_rs(self.x, self.weight, group=self.group, **asked)
-            self.ghosts.scatter(here, slabs, watch_staging=strategy == "fused", order=order)
+            self.ghosts.scatter(here, slabs, order=order, leaving=here.leaving)
             self.ghosts.join()
 
         return call

@@ -212,21 +212,32 @@ class GhostMoeScatter(_WithExperts, GhostScatter):
 
     def play(self, strategy: str, config: GemmConfig, asked: dict[str, Any]) -> Callable[[], None]:
         block_m, n = self.routing.groups.block_m, self.shape[1]
-        tiles = slab_tiles(config, config_text(asked["config"]), block_m, self.problem(), strategy)
-        capacity, itemsize = self.routing.capacity, self.dtype.itemsize
+        capacity, itemsize, num_experts = self.routing.capacity, self.dtype.itemsize, len(self.weight)
+        given = config_text(asked["config"])
+        tiles = slab_tiles(config, given, block_m, self.problem(), strategy, capacity, num_experts)
         plan_of = slab_shards if strategy == "pipelined" else combine_shards
         here = turn(self.group, plan_of(self.op, self.rows, capacity, n, itemsize, tiles, by_copies=True))
         how = {name: value for name, value in asked.items() if name != "sizes"}  # the routing has them
         slabs = self.by_slab(here.plan)
+        order = self.order(strategy, len(here.plan.slabs(n)))
 
         def call() -> None:
             self.here, self.epoch = here, self.ghosts.num_calls(self.op)
+            here.leaving = None if strategy == "fused" else []
             self.ghosts.start()
             ops.moe_gemm_rs(self.x, self.weight, self.routing, **how)
-            self.ghosts.scatter(here, slabs, watch_staging=strategy == "fused")
+            self.ghosts.scatter(here, slabs, order=order, leaving=here.leaving)
             self.ghosts.join()
 
         return call
+
+    def order(self, strategy: str, num_slabs: int) -> list[tuple[int, range]]:
+        """(owner, slab) as this rank sends them: slab by slab; pipelined, of a single one, the farthest rank's first."""
+        hops = range(1, self.world_size)
+        if strategy == "pipelined" and num_slabs == 1:
+            hops = hops[::-1]
+        owners = [(self.rank + hop) % self.world_size for hop in hops]
+        return [(owner, range(slab, slab + 1)) for slab in range(num_slabs) for owner in owners]
 
     def check(self) -> None:
         # A sum of as many products as a token has choices.

@@ -56,8 +56,6 @@ _SPAN_ROWS = 256
 _WIDE = 256  # columns of a large tile
 _ROWS_ENOUGH = 1024  # for one pass through the weight
 _SLAB_S = 60e-6  # on the link, where beginning, ending and announcing a copy take some 12 of a slab of any size
-_PART_S = 40e-6  # of moe_gemm_rs, where every slab is a copy to each peer
-_SLOW = ("network", "PCIe")
 _MOST_SLABS = 2  # a third and a fourth were measured, and cost more than they gave
 _num_readings = 0
 _TILE_SPEEDS = {(128, 256): 1.0, (128, 128): 0.94, (64, 128): 0.8}
@@ -185,14 +183,11 @@ def usual_slabs(problem: GemmProblem, strategy: str, block_n: int) -> int:
     """Slabs that ``moe_gemm_rs`` cuts columns into: pipelined, each is a launch of its own, two tiles wide or more.
 
     Within a GPU eight; between GPUs every owner's part of a slab is a copy, and there is a gap behind each, for which a
-    slow link has no time: there a copy is long. By what all ranks know alone, so not by K.
+    slow link has no time: there it is one, and owners go one after the other. By what all ranks know alone: not by K.
     """
     if not problem.arch or strategy != "pipelined":
         return 4
-    most = 8 if problem.link == "same GPU" else 4
-    if problem.link in _SLOW:
-        shard_bytes = problem.rows_per_rank * problem.n * max(2, ITEMSIZE[problem.dtype])
-        most = min(most, int(shard_bytes / _LINK_BYTES_PER_S[problem.link] / _PART_S))
+    most = {"same GPU": 8, "PCIe": 1, "network": 1}.get(problem.link, 4)
     return max(1, min(most, problem.n // (2 * block_n)))
 
 
@@ -214,7 +209,7 @@ def _waits_for_tokens(problem: GemmProblem, num_rows: int) -> bool:
 
 
 def stage_span(problem: GemmProblem, num_rows: int, num_experts: int) -> int:
-    """Ranks whose tokens go through the experts' weights together, of ``moe_ag_gemm`` pipelined: as ``_bands``.
+    """Ranks whose tokens go through the experts' weights together, of an op of experts pipelined: as ``_bands``.
 
     ``num_rows`` that this rank's ``num_experts`` have among them.
     """
