@@ -232,7 +232,7 @@ class GhostMoeScatter(_WithExperts, GhostScatter):
         return call
 
     def order(self, strategy: str, num_slabs: int) -> list[tuple[int, range]]:
-        """(owner, slab) as this rank sends them: slab by slab; pipelined, of a single one, the farthest rank's first."""
+        """(owner, slab) as this rank sends them: slab by slab; pipelined, if it is one, the farthest rank's first."""
         hops = range(1, self.world_size)
         if strategy == "pipelined" and num_slabs == 1:
             hops = hops[::-1]

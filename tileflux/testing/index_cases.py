@@ -98,7 +98,11 @@ def _choices(row: str, out: str, pointer: str, weighted: bool, aligned: bool) ->
 
 
 def _slab_sums(element: str, aligned: bool, columns: int) -> CompileCase:
-    signature = {"index": "i64", "products": "i64", **dict.fromkeys(("width", "slab", "first_hop", "num_blocks"), "i32")}
+    signature = {
+        "index": "i64",
+        "products": "i64",
+        **dict.fromkeys(("width", "slab", "first_hop", "num_blocks"), "i32"),
+    }
     tile = {"TOKENS": 2048 // columns, "COLUMNS": columns, "WIDTH": 8}
     constexprs = {"TYPE": _type(element), "ALIGNED": aligned, "WORLD": 8, **tile}
     name = f"sum choices of a slab, {element}{', aligned' if aligned else ''}"
