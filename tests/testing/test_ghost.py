@@ -57,6 +57,17 @@ def test_calls_are_counted_by_op() -> None:
     assert (ghosts.num_calls("ag_gemm"), ghosts.num_calls("gemm_rs"), ghosts.num_calls("gemm")) == (3, 1, 0)
 
 
+def words_of(plan: Any) -> Any:
+    """A turn whose words and slots are their names."""
+    return SimpleNamespace(
+        plan=plan,
+        staged=lambda owner, slab: ("staged", owner, slab),
+        flag=lambda owner, slab, source=0: ("flag", owner, slab, source),
+        ack=lambda owner, peer: ("ack", owner, peer),
+        slabs_at=lambda owner, source, slabs, dtype, n: ("slot", owner, source, slabs, dtype, n),
+    )
+
+
 @pytest.mark.parametrize(
     "order",
     [
@@ -73,13 +84,7 @@ def test_slabs_are_sent_when_as_much_has_been_staged_or_leaves(
     config = GemmConfig(16, 16, 16, num_chunks=2)
     plan = combine_shards("moe_gemm_rs", rows, 8, num_columns, 4, config, by_copies=True)
     seen: list[tuple] = []
-    here: Any = SimpleNamespace(
-        plan=plan,
-        staged=lambda owner, slab: ("staged", owner, slab),
-        flag=lambda owner, slab, source=0: ("flag", owner, slab, source),
-        ack=lambda owner, peer: ("ack", owner, peer),
-        slabs_at=lambda owner, source, slabs, dtype, n: ("slot", owner, source, slabs, dtype, n),
-    )
+    here = words_of(plan)
     ghosts = fake_ghosts(4)
     watching = SimpleNamespace(record_event=lambda: sum(each[0] == "wait" for each in seen))
     sending = SimpleNamespace(

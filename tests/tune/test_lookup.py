@@ -19,17 +19,7 @@ from tileflux.config import GemmConfig, GemmProblem
 from tileflux.symm.base import Traits
 from tileflux.tune import lookup as lookup_module
 from tileflux.tune import store
-from tileflux.tune.lookup import (
-    STRATEGIES,
-    Choice,
-    forget,
-    lookup,
-    once_routed,
-    problem_for,
-    rule,
-    stage_span,
-    usual_slabs,
-)
+from tileflux.tune.lookup import STRATEGIES, Choice, forget, lookup, problem_for, rule
 from tileflux.tune.store import Entry
 
 from .entries import H200, drawn, make_entry
@@ -214,44 +204,6 @@ def test_a_last_shard_that_takes_long_to_send_leaves_in_slabs(m: int, n: int, li
     assert rule(dataclasses.replace(problem, arch=0)).config.num_chunks == 1
 
 
-@pytest.mark.parametrize(
-    ("n", "link", "num_rows", "num_experts", "span"),
-    [
-        (4096, "PCIe", 32768, 32, 2),  # 128 rows of an expert from each rank
-        (4096, "PCIe", 32768, 128, 7),
-        (4096, "PCIe", 65536, 32, 1),
-        (1024, "PCIe", 32768, 32, 1),  # tokens take longer than the product
-        (1024, "NVLink", 32768, 32, 2),
-        (4096, "PCIe", 0, 32, 1),
-    ],
-)
-def test_tokens_of_several_ranks_go_through_the_experts_together(
-    n: int, link: str, num_rows: int, num_experts: int, span: int
-) -> None:
-    problem = GemmProblem("moe_ag_gemm", 8192, n, 8192, 8, "bfloat16", link=link, **H100)
-    assert stage_span(problem, num_rows, num_experts) == span
-    assert stage_span(dataclasses.replace(problem, arch=0), num_rows, num_experts) == 1
-
-
-@pytest.mark.parametrize(
-    ("n", "link", "top_k", "strategy"),
-    [(1024, "PCIe", 4, "fused"), (1024, "PCIe", 2, "fused"), (4096, "PCIe", 4, "pipelined"),
-     (1024, "NVLink", 4, "pipelined"), (1024, "same GPU", 1, "pipelined")],
-)  # fmt: skip
-def test_tokens_that_take_longer_than_their_product_are_used_as_they_come(
-    n: int, link: str, top_k: int, strategy: str
-) -> None:
-    problem = GemmProblem("moe_ag_gemm", 8192, n, 8192, 8, "bfloat16", link=link, **H100)
-    usual = rule(problem)
-    choice = once_routed(usual, problem, 8192 * top_k)
-    assert (usual.strategy, choice.strategy) == ("pipelined", strategy)
-    assert choice == usual or "take longer" in choice.reason
-    few = dataclasses.replace(problem, m=800)
-    assert once_routed(rule(few), few, 800 * top_k).strategy == "sequential"
-    back = dataclasses.replace(problem, op="moe_gemm_rs")
-    assert once_routed(rule(back), back, 8192 * top_k).strategy == "pipelined"
-
-
 def test_a_problem_is_what_the_call_is() -> None:
     cpu = torch.device("cpu")
     assert problem_for("gemm", 3, 4, 5, torch.int8, cpu, None) == GemmProblem("gemm", 3, 4, 5, 1, "int8")
@@ -398,30 +350,6 @@ def test_ranks_that_share_a_gpu_overlap_only_what_was_seen_to_pay(
     assert rule(dataclasses.replace(shared, link="NVLink")).strategy in apart
     # On the CPU they share its cores, and nothing of this was measured.
     assert rule(GemmProblem("ag_gemm", m, n, k, 4, "bfloat16", link="same process")).strategy == "fused"
-
-
-@pytest.mark.parametrize("link", ["PCIe", "NVLink", "network", "same GPU", "same process"])
-@pytest.mark.parametrize("op", ["moe_ag_gemm", "moe_gemm_rs"])
-def test_experts_go_in_launches_of_their_own_on_a_gpu(op: str, link: str) -> None:
-    problem = GemmProblem(op, 8192, 8192, 1024, 8, "bfloat16", link=link, **H100)
-    assert rule(problem).strategy == "pipelined"
-    assert rule(dataclasses.replace(problem, m=800)).strategy == "sequential"
-    assert rule(GemmProblem(op, 8192, 8192, 1024, 8, "bfloat16", link=link)).strategy == "fused"
-
-
-@pytest.mark.parametrize(
-    ("n", "block_n", "arch", "strategy", "link", "num_slabs"),
-    [(8192, 256, 90, "pipelined", "PCIe", 1), (8192, 256, 90, "pipelined", "network", 1),
-     (8192, 256, 90, "pipelined", "NVLink", 4), (1024, 128, 90, "pipelined", "NVLink", 4),
-     (8192, 256, 90, "pipelined", "same GPU", 8),
-     (2048, 128, 90, "pipelined", "same GPU", 8), (1024, 128, 90, "pipelined", "same GPU", 4),
-     (64, 128, 90, "pipelined", "PCIe", 1), (8192, 256, 90, "fused", "PCIe", 4), (8192, 1024, 0, "pipelined", "", 4)],
-)  # fmt: skip
-def test_slabs_of_a_launch_each_are_two_tiles_wide(
-    n: int, block_n: int, arch: int, strategy: str, link: str, num_slabs: int
-) -> None:
-    problem = GemmProblem("moe_gemm_rs", 8192, n, 1024, 8, "bfloat16", arch=arch, num_sms=132, link=link)
-    assert usual_slabs(problem, strategy, block_n) == num_slabs
 
 
 def test_sums_apart_and_fetched_tiles_are_for_ranks_that_share_a_gpu() -> None:
