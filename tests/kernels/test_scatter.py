@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -110,3 +112,26 @@ def test_sums_apart_are_behind_one_program_that_waits_and_the_product_behind_ano
         [("main", "launch_await_everyone", 0), ("main", "launch_sum")] if rows[rank] else [("main", "launch_release")]
     )
     assert queued.seen == [("load",), ("main", "launch_open"), ("main", "gemm"), *last]
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_when_a_piece_begins_to_leave_is_noted_for_who_plays_the_peers(
+    is_watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its copy: a ghost that went by its end would send a whole copy too late."""
+    seen: list[object] = []
+
+    def record_event() -> int:
+        seen.append("event")
+        return len(seen)
+
+    stream = SimpleNamespace(record_event=record_event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    slot = SimpleNamespace(copy_=lambda piece, non_blocking: seen.append(piece))
+    here: Any = SimpleNamespace(
+        rank=0, group=SimpleNamespace(device="cuda"), leaving=[] if is_watched else None,
+        slabs_at=lambda *place: slot, announce=lambda owner, slab: seen.append(("flag", owner, slab)),
+    )  # fmt: skip
+    scatter.send_slabs(here, torch.empty(2, 4), lambda owner, *place: f"piece of {owner}", 3, range(1, 2))
+    assert seen == [*(["event"] if is_watched else []), "piece of 3", ("flag", 3, 1)]
+    assert here.leaving == ([1] if is_watched else None)

@@ -94,19 +94,16 @@ def _sum_then_reduce(
 
 def _multiply_by_slab(group: Group, here: Turn, operands: Operands, groups: Groups, config: GemmConfig) -> None:
     """One slab after the other on the caller's stream, and what is sent beside it. Streams keep the order."""
-    out, rank, world_size, rows = operands.out, group.rank, group.world_size, here.plan.rows
+    out, world_size = operands.out, group.world_size
     by_copies, num_slabs = here.plan.by_copies, len(here.plan.slabs(out.shape[1]))
     products = here.slab_rows(groups.capacity, out.dtype, out.shape[1])
     tiles = config if by_copies else _beside_feeders(group, config)
-    load_slab_steps(group, here, out)
-    load = partial(slabs.load, here, groups.index, products, world_size)
-    load_once(group.device, ("slabs", world_size, out.dtype, products.shape[1]), load, group)
+    _load(group, here, groups, products, out)
     part = _cut_slabs(group, operands, groups, products)
     launch_gemm(part(0), PLAIN, tiles, group=group, load_only=True)
     if by_copies:
         here.count_call()
         steps.launch_open(here, world_size)
-    owners = [owner for hop in range(1, world_size) if rows[owner := (rank + hop) % world_size]]
     for slab in range(num_slabs):
         if groups.capacity:
             launch_gemm(part(slab), PLAIN, tiles, group=group)
@@ -114,10 +111,8 @@ def _multiply_by_slab(group: Group, here: Turn, operands: Operands, groups: Grou
         if not by_copies:
             with beside(group):
                 slabs.launch_push_slab(here, products, slab, num_feeders(group, config), world_size)
-        elif owners:
-            with beside(group):
-                for owner in owners:
-                    send_slabs(here, out, here.slabs_to_send, owner, range(slab, slab + 1))
+        else:
+            _send(group, here, out, range(1, world_size), slab)
     if by_copies:
         sum_copied(group, here, out)
     else:
@@ -136,9 +131,7 @@ def _multiply_by_owner(group: Group, here: Turn, operands: Operands, groups: Gro
     products = here.slab_rows(groups.capacity, out.dtype, out.shape[1])
     bands = departing_hops(world_size, config.span)
     parts = [dataclasses.replace(operands, out=products, groups=groups.of_stages(b.start, b.stop)) for b in bands]
-    load_slab_steps(group, here, out)
-    load = partial(slabs.load, here, groups.index, products, world_size)
-    load_once(group.device, ("slabs", world_size, out.dtype, products.shape[1]), load, group)
+    _load(group, here, groups, products, out)
     launch_gemm(parts[0], PLAIN, config, group=group, load_only=True)
     here.count_call()
     steps.launch_open(here, world_size)
@@ -146,12 +139,24 @@ def _multiply_by_owner(group: Group, here: Turn, operands: Operands, groups: Gro
         if groups.capacity:
             launch_gemm(part, PLAIN, config, group=group)
         slabs.launch_sums(here, groups.index, products, 0, band, world_size)
-        owners = [owner for hop in reversed(band) if here.plan.rows[owner := (group.rank + hop) % world_size]]
-        if band.start and owners:
-            with beside(group):
-                for owner in owners:
-                    send_slabs(here, out, here.slabs_to_send, owner, range(1))
+        _send(group, here, out, band[::-1] if band.start else range(0), 0)
     sum_copied(group, here, out)
+
+
+def _load(group: Group, here: Turn, groups: Groups, products: torch.Tensor, out: torch.Tensor) -> None:
+    """What is launched between products."""
+    load_slab_steps(group, here, out)
+    load = partial(slabs.load, here, groups.index, products, group.world_size)
+    load_once(group.device, ("slabs", group.world_size, out.dtype, products.shape[1]), load, group)
+
+
+def _send(group: Group, here: Turn, out: torch.Tensor, hops: range, slab: int) -> None:
+    """Copy a slab to the ranks so far behind this one, in that order, beside what comes next."""
+    owners = [owner for hop in hops if here.plan.rows[owner := (group.rank + hop) % group.world_size]]
+    if owners:  # a stream that nothing was queued on is not part of a CUDA graph that may be captured
+        with beside(group):
+            for owner in owners:
+                send_slabs(here, out, here.slabs_to_send, owner, range(slab, slab + 1))
 
 
 def departing_hops(world_size: int, span: int) -> list[range]:

@@ -133,6 +133,7 @@ class MoeCall(Call):
 
     def run(self, group: Group, seed: int, routing: Routing | None = None) -> None:
         """Make the call, and compare the rows with the exact ones, and what is behind them with what was there."""
+        strategy = ("fused", "pipelined")[group.rank % 2] if self.strategy == "either" else self.strategy
         case, rank = self.moe_case(group.world_size, seed), group.rank
         routing = routing or self.routed(group, seed)
         given, right = case.arguments(rank), expected_ag(case, rank)
@@ -143,9 +144,9 @@ class MoeCall(Call):
         outs = [poisoned((routing.capacity, right.shape[1]), case.out_dtype) for _ in orders]
         result = moe_ag_gemm(
             weight=[weight[:, order].contiguous() for order in orders], routing=routing, **given, out=outs,
-            strategy=self.strategy, config=self.config, return_gathered=self.returns_rows,
+            strategy=strategy, config=self.config, return_gathered=self.returns_rows,
         )  # fmt: skip
-        what = f"{self.op} {self.strategy} on rank {rank}"
+        what = f"{self.op} {strategy} on rank {rank}"
         if self.returns_rows:
             assert torch.equal(result[1], torch.cat(case.xs)), f"{what}: the gathered rows"
         for out, order in zip(outs, orders, strict=True):
@@ -275,6 +276,7 @@ PROTOCOLS: dict[str, tuple[Call, ...]] = {
     "ag_gemm sequential": _with(_GATHER, strategy="sequential"),
     "moe_ag_gemm fused": _EXPERTS,
     "moe_ag_gemm pipelined": _with(_EXPERTS[1:], strategy="pipelined"),
+    "moe_ag_gemm fused by some, pipelined by others": _with(_EXPERTS, strategy="either"),
     "moe_ag_gemm sequential": _with(_EXPERTS[1:], strategy="sequential"),
     "moe_gemm_rs fused": _COMBINE,
     "moe_gemm_rs sequential": _with(_COMBINE, strategy="sequential"),
