@@ -313,11 +313,12 @@ class GemmConfig:
 
     ``num_feeders`` programs of an all-gather GEMM send rows while the others multiply, and ``num_chunks`` is how many
     flags announce one rank's rows; tiles of ``span`` such chunks go through the weight together, so that reading it
-    once serves them all, but as many as ``alone`` of the first to arrive, or the last to depart, go one by one
-    (``lang/schedule.py``). Where copies send the sums of a reduce-scatter, ``num_chunks`` is the number of slabs, of
-    some columns each, in which the last shard leaves. ``num_sms`` bounds the programs of a launch; None takes what the
-    GPU, or the group's share of it, has; under Triton's interpreter it is for the simulator, which runs programs side
-    by side. All ranks of a call use the same numbers, but for ``span`` and ``alone``, which are each one's own affair.
+    once serves them all, but as many as ``alone`` of the first to arrive, or the last to depart, go one by one; with -1
+    one's own go with the first that arrive (``lang/schedule.py``). Where copies send the sums of a reduce-scatter,
+    ``num_chunks`` is the number of slabs, of some columns each, in which the last shard leaves. ``num_sms`` bounds the
+    programs of a launch; None takes what the GPU, or the group's share of it, has; under Triton's interpreter it is for
+    the simulator, which runs programs side by side. All ranks of a call use the same numbers, but for ``span`` and
+    ``alone``, which are each one's own affair.
 
     ``fetches``: where ranks share a GPU, programs take tiles as they come, so that one that starts late, because
     another rank holds its SM, holds nobody up.
@@ -355,8 +356,8 @@ class GemmConfig:
         for name in ("group_m", "num_stages", "num_feeders", "span"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} should be at least 1")
-        if self.alone < 0:
-            raise ValueError(f"alone={self.alone} should be at least 0")
+        if self.alone < -1:
+            raise ValueError(f"alone={self.alone} should be at least -1, where one's own rows go with the first peer's")
         if self.num_sms is not None and self.num_sms < 2:
             raise ValueError(f"num_sms={self.num_sms} should be at least 2: one program feeds, one multiplies")
 

@@ -70,14 +70,31 @@ def test_stages_are_taken_out(per_stage: list[int], num_behind: int, num_spare: 
     header = torch.randint(0, 10**6, (GROUPS.tiles,), dtype=torch.int32)
     rest = torch.randint(0, 10**6, (num_behind,), dtype=torch.int32)
     index = torch.cat((header, tiles.flatten(), rest))
-    for begin, end in {(0, 1), (0, len(per_stage)), (len(per_stage) // 2, len(per_stage))}:
-        with env.scoped(INTERPRETED):
-            found = lists.launch_stages(index, len(tiles), begin, end)
-        is_wanted = (tiles[:, GROUPS.stage] >= begin) & (tiles[:, GROUPS.stage] < end)
+    num_stages = len(per_stage)
+    bands = [range(1), range(num_stages), range(num_stages // 2, num_stages)]
+    bands += [range(stage, stage + 1) for stage in reversed(range(num_stages))]  # more than one launch makes
+    with env.scoped(INTERPRETED):
+        all_found = lists.launch_stages(index, len(tiles), bands)
+    for band, found in zip(bands, all_found, strict=True):
+        is_wanted = (tiles[:, GROUPS.stage] >= band.start) & (tiles[:, GROUPS.stage] < band.stop)
         header[GROUPS.num_tiles] = is_wanted.sum()
         wanted = tiles[is_wanted]
         wanted = wanted[torch.sort(wanted[:, GROUPS.first], stable=True).indices]
         assert torch.equal(found, torch.cat((header, wanted.flatten(), tiles[~is_wanted].flatten(), rest)))
+
+
+@needs_interpreter
+def test_stages_of_many_ranks_are_taken_out() -> None:
+    """Numbers that do not fit 8 bits."""
+    stages = [3, 255, 256, 70_000]
+    tiles = torch.zeros((len(stages), GROUPS.tile_words), dtype=torch.int32)
+    tiles[:, GROUPS.stage] = torch.tensor(stages, dtype=torch.int32)
+    index = torch.cat((torch.zeros(GROUPS.tiles, dtype=torch.int32), tiles.flatten()))
+    bands = [range(4), range(4, 256), range(256, 70_000), range(70_000, 70_001), range(100_000)]
+    with env.scoped(INTERPRETED):
+        found = lists.launch_stages(index, len(tiles), bands)
+    assert [int(each[GROUPS.num_tiles]) for each in found] == [1, 1, 1, 1, 4]
+    assert [int(each[GROUPS.tiles + GROUPS.stage]) for each in found[:4]] == stages
 
 
 @pytest.mark.gpu

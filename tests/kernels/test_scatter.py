@@ -75,7 +75,7 @@ def test_where_nobody_is_sent_anything_no_stream_beside_is_touched(
 def test_slabs_leave_in_the_order_in_which_their_tiles_are_completed() -> None:
     """By the order of the tiles themselves, of whatever bands."""
     replayed, rows, num_columns, world_size = replay(departure_order), (64,) * 8, 160, 8
-    for span, alone, num_slabs in itertools.product((1, 2, 3, 7, 9), (0, 1, 3, 7, 8), (1, 2, 4)):
+    for span, alone, num_slabs in itertools.product((1, 2, 3, 7, 9), (-1, 0, 1, 3, 7, 8), (1, 2, 4)):
         config = dataclasses.replace(CONFIG, span=span, alone=alone, num_chunks=num_slabs, group_m=10**6)
         plan = scatter_shards("gemm_rs", rows, num_columns, 2, config, by_copies=True)
         num_m, num_n, rank = 4, 10, 3

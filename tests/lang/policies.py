@@ -32,11 +32,14 @@ def make_turns(plan: ShardPlan, epoch: int = 0) -> list[Turn]:
     return turns
 
 
-def make_spec(dtype: tl.dtype = tl.float32, *, aligned: bool = True, use_tma: bool = False) -> SimpleNamespace:
+def make_spec(
+    dtype: tl.dtype = tl.float32, *, aligned: bool = True, use_tma: bool = False, alone: int = 0
+) -> SimpleNamespace:
     """What policies read of a ``GemmSpec``."""
     return SimpleNamespace(
-        world_size=WORLD, out_type=dtype, out_aligned=aligned, use_tma=use_tma, is_hopper=False, settles=False
-    )
+        world_size=WORLD, out_type=dtype, out_aligned=aligned, use_tma=use_tma, is_hopper=False, settles=False,
+        alone=alone,
+    )  # fmt: skip
 
 
 @pytest.fixture

@@ -73,6 +73,18 @@ def test_waits(events: list[tuple], epoch: int) -> None:
         assert events == expected, wait
 
 
+def test_ones_own_rows_wait_for_those_that_they_go_through_the_weight_with(events: list[tuple]) -> None:
+    """The next rank's, if there are any; a chunk without rows is never announced."""
+    together = make_spec(alone=-1)
+    turns = make_turns(gather_shards("ag_gemm", (9, 600, 0), 16, False, 3))
+    assert turns[0].plan.chunk_rows == 256
+    for rank, owner, chunk, source in ((0, 0, 2, 1), (0, 1, 2, 1), (0, 0, 3, None), (1, 1, 0, None), (2, 2, 0, 0)):
+        events.clear()
+        _wait_kernel[(1,)](turns[rank].table, owner, chunk, wait_for_rows, together)
+        expected = [] if source is None else [("wait", flag(turns[rank], rank, source, chunk), 1, source)]
+        assert events == expected, (rank, owner, chunk)
+
+
 def test_a_wait_before_tma_is_fenced(events: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
     turns = make_turns(gather_shards("ag_gemm", (9, 9, 9), 16, False, 1))
     monkeypatch.setattr(policy, "tma_fence", lambda: events.append(("fence",)))

@@ -30,7 +30,7 @@ counts = st.integers(1, 5)
 @settings(max_examples=60, deadline=None)
 @given(
     world_size=worlds, num_chunks=counts, num_m=counts, num_n=counts, group_m=st.integers(1, 8),
-    span=st.integers(1, 6), alone=st.integers(0, 5), data=st.data(),
+    span=st.integers(1, 6), alone=st.integers(-1, 5), data=st.data(),
 )  # fmt: skip
 def test_every_tile_comes_once_in_every_turn(
     name: str,
@@ -103,7 +103,7 @@ def _columns(order: object, world_size: int, num_chunks: int, num_m: int, bands:
 
 def _bands(chunks: list[int], span: int, alone: int, departs: bool) -> list[list[int]]:
     """Some alone, then ``span`` at a time; those that are left over join a neighbour."""
-    heights = [1] * min(alone, len(chunks))
+    heights = [1] * min(max(0, alone), len(chunks))
     while (left := len(chunks) - sum(heights)) > 0:
         heights.append(span if left >= 2 * span else left)
     cuts = [0, *itertools.accumulate(reversed(heights) if departs else heights)]
@@ -116,14 +116,17 @@ def test_bands_of_seven_peers() -> None:
     assert [len(band) for band in _bands(peers, 2, 1, False)] == [1, 2, 2, 2]
     assert [len(band) for band in _bands(peers, 2, 3, True)] == [2, 2, 1, 1, 1]
     assert [len(band) for band in _bands(peers, 8, 0, False)] == [7]
+    assert [len(band) for band in _bands([*peers, 7], 2, -1, False)] == [2, 2, 2, 2]
 
 
 @settings(max_examples=60, deadline=None)
-@given(world_size=worlds, num_chunks=counts, num_m=counts, span=st.integers(1, 6), alone=st.integers(0, 5))
+@given(world_size=worlds, num_chunks=counts, num_m=counts, span=st.integers(1, 6), alone=st.integers(-1, 5))
 def test_chunks_that_go_together_are_next_to_each_other_in_every_column_and_ones_own_are_apart(
     world_size: int, num_chunks: int, num_m: int, span: int, alone: int
 ) -> None:
     for order, split in ((arrival_order, num_chunks), (departure_order, (world_size - 1) * num_chunks)):
+        if alone < 0 and order is arrival_order:
+            split = 0  # then they are not
         regions = (range(split), range(split, world_size * num_chunks))
         bands = [band for each in regions for band in _bands(list(each), span, alone, order is departure_order)]
         in_order = [chunk for band in bands for chunk in band for _ in range(num_m)]
@@ -142,7 +145,7 @@ def test_chunks_that_go_together_are_next_to_each_other_in_every_column_and_ones
 
 @pytest.mark.parametrize("order", [arrival_order, departure_order], ids=lambda order: order.fn.__name__)
 @settings(max_examples=60, deadline=None)
-@given(world_size=worlds, num_chunks=counts, tiles=counts, span=st.integers(1, 6), alone=st.integers(0, 5))
+@given(world_size=worlds, num_chunks=counts, tiles=counts, span=st.integers(1, 6), alone=st.integers(-1, 5))
 def test_no_two_ranks_work_on_one_shard_at_the_same_step(
     order: object, world_size: int, num_chunks: int, tiles: int, span: int, alone: int
 ) -> None:
@@ -169,7 +172,7 @@ def _order_kernel(
 @pytest.mark.skipif(not env.interpreting(), reason="kernels were not decorated for the interpreter")
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize(("rank", "sizes"), [(0, (1, 1, 1, 1, 1, 1)), (2, (3, 2, 5, 3, 2, 1)), (1, (4, 1, 3, 2, 8, 2))])
-@pytest.mark.parametrize("alone", [0, 2])
+@pytest.mark.parametrize("alone", [-1, 0, 2])
 def test_a_kernel_takes_tiles_in_the_replayed_order(name: str, rank: int, sizes: tuple[int, ...], alone: int) -> None:
     from tileflux.testing import interpreter
 

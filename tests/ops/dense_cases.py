@@ -31,7 +31,7 @@ from tileflux.testing.numerics import nan_like, poisoned
 STRATEGIES = ("sequential", "pipelined", "fused")
 SMALL = GemmConfig(16, 16, 16, group_m=2, num_warps=4, num_feeders=3)
 """Tiles small enough that small problems have several of them in every dimension."""
-CONFIGS = (None, SMALL, GemmConfig(32, 16, 32, num_warps=4, num_chunks=3, span=2, alone=1, sums_apart=True))
+CONFIGS = (None, SMALL, GemmConfig(32, 16, 32, num_warps=4, num_chunks=3, span=2, alone=-1, sums_apart=True))
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT_DTYPES = (None, torch.float32, torch.float16, torch.bfloat16)
 

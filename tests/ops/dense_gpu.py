@@ -35,7 +35,7 @@ HOPPER_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float
 def tiles(dtype: torch.dtype, hopper: bool) -> GemmConfig:
     """Small ones, so that small problems have many. On GPUs other than Hopper, ``hopper`` changes little."""
     if hopper:
-        return dataclasses.replace(hopper_config(64, 64, dtype), num_feeders=2, num_chunks=2, span=2, alone=1)
+        return dataclasses.replace(hopper_config(64, 64, dtype), num_feeders=2, num_chunks=2, span=2, alone=-1)
     return SMALL
 
 

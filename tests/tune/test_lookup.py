@@ -158,8 +158,9 @@ def test_large_tiles_are_those_that_end_first(op: str, m: int, n: int, link: str
 @pytest.mark.parametrize(
     ("op", "m", "n", "k", "link", "span", "alone"),
     [
-        # 128 rows each: memory could just read the weight for them alone.
-        ("ag_gemm", 1024, 20480, 12288, "PCIe", 2, 1),
+        # 128 rows each: memory could just read the weight for them alone, one's own too.
+        ("ag_gemm", 1024, 20480, 12288, "PCIe", 2, -1),
+        ("ag_gemm", 1024, 20480, 12288, "same GPU", 2, 1),
         ("ag_gemm", 512, 49152, 12288, "NVLink", 4, 1),
         ("ag_gemm", 2048, 20480, 12288, "PCIe", 2, 3),
         ("ag_gemm", 4096, 28672, 12288, "PCIe", 2, 1),  # the quicker they come, the fewer go alone

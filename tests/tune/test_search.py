@@ -273,9 +273,11 @@ def test_candidates_say_what_they_are() -> None:
 
 def test_chunks_that_go_alone_are_tried_where_there_are_others_to_go_together() -> None:
     best = Candidate("fused", "", GemmConfig())
-    assert {each.config.alone for each in refinements(H200, best)} == {0, 1, 3}
+    assert {each.config.alone for each in refinements(H200, best)} == {-1, 0, 1, 3}
     three_ranks = dataclasses.replace(H200, world_size=3)
-    assert {each.config.alone for each in refinements(three_ranks, best)} == {0}
+    assert {each.config.alone for each in refinements(three_ranks, best)} == {-1, 0}
+    sums = dataclasses.replace(H200, op="gemm_rs")
+    assert {each.config.alone for each in refinements(sums, best)} == {0, 1, 3}
 
 
 def test_other_spans_are_tried_where_there_are_others_chunks() -> None:

@@ -124,20 +124,20 @@ def _multiply_by_owner(group: Group, here: Turn, operands: Operands, groups: Gro
     """Rows of some owners' tokens after those of others, the farthest rank's first, one's own last.
 
     An expert's rows lie in the order of ranks from this one on, so tiles that have rows of a rank, and all that come
-    behind them, are those whose last rows are of that rank or a farther one: ``of_stages`` from the end on. Each launch
+    behind them, are those whose last rows are of that rank or a farther one: ``by_stages`` from the end on. Each launch
     reads the weights of all experts, so ``config.span`` ranks go together, but for this one.
     """
     out, world_size = operands.out, group.world_size
     products = here.slab_rows(groups.capacity, out.dtype, out.shape[1])
+    operands = dataclasses.replace(operands, out=products)
     bands = departing_hops(world_size, config.span)
-    parts = [dataclasses.replace(operands, out=products, groups=groups.of_stages(b.start, b.stop)) for b in bands]
     _load(group, here, groups, products, out)
-    launch_gemm(parts[0], PLAIN, config, group=group, load_only=True)
+    launch_gemm(operands, PLAIN, config, group=group, load_only=True)
     here.count_call()
     steps.launch_open(here, world_size)
-    for band, part in zip(bands, parts, strict=True):
+    for band, those in zip(bands, groups.by_stages(bands), strict=True):
         if groups.capacity:
-            launch_gemm(part, PLAIN, config, group=group)
+            launch_gemm(dataclasses.replace(operands, groups=those), PLAIN, config, group=group)
         slabs.launch_sums(here, groups.index, products, 0, band, world_size)
         _send(group, here, out, band[::-1] if band.start else range(0), 0)
     sum_copied(group, here, out)

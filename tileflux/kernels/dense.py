@@ -26,6 +26,7 @@ from tileflux.kernels.gemm_launch import PreparedGemm, launch_gemm
 from tileflux.kernels.gemm_shared import shares_gpu, sms_for
 from tileflux.kernels.groups import Groups
 from tileflux.kernels.launch import on_host
+from tileflux.kernels.lists import load_stages
 from tileflux.kernels.loading import load_once
 from tileflux.kernels.operands import Operands, Role
 from tileflux.kernels.plan import gather_plan
@@ -255,15 +256,15 @@ def _multiply_by_stage(
     plan, rank, world_size = here.plan, group.rank, group.world_size
     x, scale_x = parts[0].x, parts[0].scale_x
     bands = _bands(world_size, config.span)
-    by_band = [
-        [dataclasses.replace(part, groups=_groups(part).of_stages(band.start, band.stop)) for part in parts]
-        for band in bands
-    ]
     load_steps(group, here, parts[0])
+    load_stages(_groups(parts[0]).index, group)
     for part in parts:
         launch_gemm(part, GATHERING_GROUPED.gathered, config, group=group, turn=here, load_only=True)
+    # In front of the lists, which take a while, and which nobody waits for but the product.
     _feed(group, here, x, scale_x, config)
-    for band, those in zip(bands, by_band, strict=True):
+    lists = {id(groups): groups.by_stages(bands) for groups in map(_groups, parts)}  # often the same for all parts
+    for number, band in enumerate(bands):
+        those = [dataclasses.replace(part, groups=lists[id(part.groups)][number]) for part in parts]
         for source in ((rank + stage) % world_size for stage in band if stage):
             for chunk in range(plan.num_chunks):
                 if plan.chunk(source, chunk):

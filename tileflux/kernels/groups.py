@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,18 +108,26 @@ class Groups:
 
         In the order of rows: tiles of one expert are beside each other, and read its weight together.
         """
+        return self.by_stages([range(begin, end)])[0]
+
+    def by_stages(self, bands: Sequence[range]) -> list[Groups]:
+        """``of_stages`` of each of them."""
         if _by_kernels(self.index):
-            return dataclasses.replace(self, index=launch_stages(self.index, self.max_tiles, begin, end))
+            lists = launch_stages(self.index, self.max_tiles, bands)
+        else:
+            lists = [self._taken_out(band) for band in bands]
+        return [dataclasses.replace(self, index=index) for index in lists]
+
+    def _taken_out(self, band: range) -> torch.Tensor:
         header, rest = self.index[: GROUPS.tiles].clone(), self.index[GROUPS.tiles :]
         tiles = rest[: GROUPS.tile_words * self.max_tiles].view(-1, GROUPS.tile_words)
         stages = tiles[:, GROUPS.stage]
-        is_wanted = (stages >= begin) & (stages < end)
+        is_wanted = (stages >= band.start) & (stages < band.stop)
         header[GROUPS.num_tiles] = is_wanted.sum()
         # Others go behind them.
         behind = torch.iinfo(torch.int32).max
         wanted = tiles[torch.sort(torch.where(is_wanted, tiles[:, GROUPS.first], behind), stable=True).indices]
-        index = torch.cat((header, wanted.reshape(-1), rest[GROUPS.tile_words * self.max_tiles :]))
-        return dataclasses.replace(self, index=index)
+        return torch.cat((header, wanted.reshape(-1), rest[GROUPS.tile_words * self.max_tiles :]))
 
 
 def route_rows(

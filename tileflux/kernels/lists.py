@@ -5,6 +5,7 @@ program finds out from the experts' numbers of tiles.
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -34,6 +35,7 @@ TILES = 16
 INTEGERS = {torch.int32: tl.int32, torch.int64: tl.int64}
 _COPY = 1024
 _MOVED = 64
+_ALIGNED = 32  # words, 128 bytes: what a list begins at
 _NUM_WARPS = 8
 _MIN_EXPERTS = 32
 
@@ -58,25 +60,38 @@ def launch_cut(counts: torch.Tensor, num_rows: int, block_m: int, max_tiles: int
     return index
 
 
-def launch_stages(index: torch.Tensor, max_tiles: int, begin: int, end: int) -> torch.Tensor:
-    """The list with the tiles of stages from ``begin`` on, before ``end``, first, and their number in place of all's.
+def launch_stages(index: torch.Tensor, max_tiles: int, bands: Sequence[range]) -> list[torch.Tensor]:
+    """For each band the list with the tiles of its stages first, and their number in place of all's.
 
-    These are in the order of their rows, so that tiles of one expert are beside each other.
+    These are in the order of their rows, so that tiles of one expert are beside each other. Lists are made in one
+    launch, up to 8 of them: what multiplies the first waits for all, and one launch takes no longer than another.
     """
-    result = torch.empty_like(index)
-    load_stages(result)
-    grid = max(-(-len(index) // _COPY), -(-max_tiles // _MOVED))
+    load_stages(index)
+    num_programs = max(-(-len(index) // _COPY), -(-max_tiles // _MOVED))
+    pitch = -(-len(index) // _ALIGNED) * _ALIGNED
+    results = index.new_empty((len(bands), pitch))
+    bits = 8 if all(band.stop < 256 for band in bands) else 32
     with launching_on(index.device):
-        arguments = (index.data_ptr(), len(index), max_tiles, begin, end, result)
-        launch_step(_stages_kernel, grid, arguments, (_COPY, _MOVED), _NUM_WARPS)
-    return result
+        for first in range(0, len(bands), 64 // bits):
+            some = bands[first : first + 64 // bits]
+            begins, ends = (_packed(numbers, bits) for numbers in zip(*((b.start, b.stop) for b in some), strict=True))
+            size = (len(index), max_tiles)
+            arguments = (index.data_ptr(), *size, begins, ends, bits, num_programs, pitch, results[first:])
+            launch_step(_stages_kernel, num_programs * len(some), arguments, (_COPY, _MOVED), _NUM_WARPS)
+    return [result[: len(index)] for result in results]
+
+
+def _packed(numbers: Sequence[int], bits: int) -> int:
+    """Numbers beside each other in one of 64 bits: the host has no other way to hand some over without memory."""
+    total = sum(number << (place * bits) for place, number in enumerate(numbers))
+    return total - (1 << 64) if total >> 63 else total
 
 
 def load_stages(where: torch.Tensor, group: Group | None = None) -> None:
     """Load what ``launch_stages`` launches; ``where``, int32, is any tensor of the device."""
 
     def load() -> None:
-        launch_step(_stages_kernel, 0, (0, 0, 0, 0, 0, where), (_COPY, _MOVED), _NUM_WARPS)
+        launch_step(_stages_kernel, 0, (0, 0, 0, 0, 0, 8, 1, 0, where), (_COPY, _MOVED), _NUM_WARPS)
 
     load_once(where.device, "stages of tiles", load, group)
 
@@ -190,20 +205,41 @@ def _find_tiles(index_ptr, tiles, max_tiles, begin, end):
     return tl.load(tile + _FIRST, mask=inside, other=0), inside & (stage >= begin) & (stage < end)
 
 
-@triton.jit(do_not_specialize=("index", "num_words", "max_tiles", "begin", "end", "result_ptr"))
+@triton.jit
+def _unpacked(numbers, place, bits):
+    """One of those that ``_packed`` has packed."""
+    one = bits.to(tl.int64) * 0 + 1
+    return ((numbers >> (place * bits).to(tl.int64)) & ((one << bits.to(tl.int64)) - 1)).to(tl.int32)
+
+
+@triton.jit(
+    do_not_specialize=(
+        "index", "num_words", "max_tiles", "begins", "ends", "bits", "num_programs", "pitch", "results_ptr",
+    )
+)  # fmt: skip
 def _stages_kernel(
     index: tl.int64,
     num_words: tl.int32,
     max_tiles: tl.int32,
-    begin: tl.int32,
-    end: tl.int32,
-    result_ptr,
+    begins: tl.int64,
+    ends: tl.int64,
+    bits: tl.int32,
+    num_programs: tl.int32,
+    pitch: tl.int32,
+    results_ptr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Copy the list; tiles of some stages go first, in the order of their rows, and the others behind, as they were."""
+    """Copy the list; tiles of some stages go first, in the order of their rows, and the others behind, as they were.
+
+    That is done once for each band of stages, by ``num_programs`` each. ``begins`` and ``ends`` have ``bits`` for one.
+    """
     source = typed(index, tl.int32, False)
-    program = tl.program_id(0)
+    band = tl.program_id(0) // num_programs
+    program = tl.program_id(0) % num_programs
+    result_ptr = results_ptr + band.to(tl.int64) * pitch
+    begin = _unpacked(begins, band, bits)
+    end = _unpacked(ends, band, bits)
     words = program * BLOCK + tl.arange(0, BLOCK)
     is_tile = (words >= _TILES_BEGIN) & (words < _TILES_BEGIN + _TILE_WORDS * max_tiles)
     value = tl.load(source + words, mask=words < num_words, other=0)
@@ -214,7 +250,7 @@ def _stages_kernel(
         count += tl.sum(are_counted.to(tl.int32), 0)
     if program == 0:
         tl.store(result_ptr + _HEADER_NUM_TILES, count)
-    for first in range(program * TILES, max_tiles, tl.num_programs(0) * TILES):
+    for first in range(program * TILES, max_tiles, num_programs * TILES):
         tiles = first + tl.arange(0, TILES)
         row, is_wanted = _find_tiles(source, tiles, max_tiles, begin, end)
         place = tl.zeros((TILES,), tl.int32)

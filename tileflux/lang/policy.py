@@ -65,9 +65,15 @@ def wait_for_nothing(table, owner, chunk, SPEC: tl.constexpr):
 def wait_for_rows(table, owner, chunk, SPEC: tl.constexpr):
     """The chunk's rows have arrived from their owner."""
     rank = word(table, RANK)
-    if owner != rank:
-        flag = flag_word(table, rank, owner, chunk, SPEC.world_size)
-        wait_for_word(flag, current_epoch(table, SPEC.world_size) + 1, owner, table, SPEC)
+    source = owner
+    if SPEC.alone < 0:
+        # One's own go through the weight with the next rank's: if they began before, each would read it for themselves.
+        source = tl.where(owner == rank, (rank + 1) % SPEC.world_size, owner)
+        _, num_rows = shard(table, source, SPEC.world_size)
+        source = tl.where(chunk * word(table, CHUNK_ROWS) < num_rows, source, rank)
+    if source != rank:
+        flag = flag_word(table, rank, source, chunk, SPEC.world_size)
+        wait_for_word(flag, current_epoch(table, SPEC.world_size) + 1, source, table, SPEC)
 
 
 @triton.jit

@@ -12,10 +12,11 @@ An order maps (step, rank, num_shards, num_chunks, num_m, num_n, group_m, bands)
 have the whole weight read for its own few rows: 128 of them are about as few as the memory can keep up with. But where
 rows arrive, tiles of the first of these chunks then stand behind some that wait for the last; so the first to arrive,
 as many as ``alone``, go one by one, until the product has fallen behind the rows. Sums depart the other way round: the
-last go one by one, so that little is left to send at the end. This rank's own chunks are never among others': where
+last go one by one, so that little is left to send at the end. This rank's own chunks are not among others': where
 rows arrive they need not be waited for, and where sums depart they wait for every peer, and must not keep from leaving
-what a peer waits for. Fewer than ``span`` chunks that are left over join the band next to them rather than read the
-weight for themselves.
+what a peer waits for. But where reading the weight for a chunk takes longer than the first peer's takes to come,
+``alone`` is -1: of rows that arrive, one's own are then in the first band. Fewer than ``span`` chunks that are left
+over join the band next to them rather than read the weight for themselves.
 """
 
 import itertools
@@ -49,7 +50,10 @@ def grouped(index, num_m, num_n, group_m):
 @triton.jit
 def arrival_order(step, rank, num_shards, num_chunks, num_m, num_n, group_m, bands):
     """My own rows first, then those of the next rank: the order in which the feeders of ``lang/turn.py`` send."""
-    return _shard_order(step, rank, num_shards, num_chunks, num_chunks, False, num_m, num_n, group_m, bands)
+    split = num_chunks
+    if bands[1] < 0:
+        split = num_chunks * 0
+    return _shard_order(step, rank, num_shards, num_chunks, split, False, num_m, num_n, group_m, bands)
 
 
 @triton.jit
@@ -119,6 +123,7 @@ def _shard_order(step, first, num_shards, num_chunks, split, departs, num_m, num
         begin += split
         count = num_shards * num_chunks - split
     span, alone = bands
+    alone = max(alone, 0)
     place = index // chunk_tiles
     if departs:
         place = count - 1 - place
@@ -141,7 +146,7 @@ def _shard_order(step, first, num_shards, num_chunks, split, departs, num_m, num
 
 def departing_bands(count: int, span: int, alone: int) -> list[range]:
     """The bands of ``departure_order``: which of ``count`` peers' chunks, in its order, are completed together."""
-    rest = max(0, count - alone)
+    rest = max(0, count - max(0, alone))
     num_bands = max(rest // span, 1) if rest else 0
     heights = [span] * (num_bands - 1)
     if rest:

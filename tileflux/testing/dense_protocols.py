@@ -272,6 +272,7 @@ _TWO_SHOT = _with(_SPREAD, algorithm="two_shot")
 PROTOCOLS: dict[str, tuple[Call, ...]] = {
     "ag_gemm fused": _GATHER,
     "ag_gemm fused, chunks": _with(_GATHER[::2], rows=130, columns=16, ragged=True, config=TALL),
+    "ag_gemm fused, own rows with the next rank's": _with(_GATHER, config=replace(FEW, alone=-1)),
     "ag_gemm pipelined": _with(_GATHER, strategy="pipelined"),
     "ag_gemm sequential": _with(_GATHER, strategy="sequential"),
     "moe_ag_gemm fused": _EXPERTS,

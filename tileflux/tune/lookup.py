@@ -337,10 +337,11 @@ def _num_slabs(problem: GemmProblem, block_n: int) -> int:
 def _bands(problem: GemmProblem) -> dict[str, Any]:
     """Chunks that go through the weight together, and how many go alone before (``lang/schedule.py``).
 
-    Few rows: so many chunks that the weight is read for ``_SPAN_ROWS`` at once, or about. Else two, as soon as the
-    second has come when the product comes to the first: rows that come in less time than they are multiplied are ever
-    further ahead. Sums depart the other way round. Where communication is longer than the product the memory has time
-    enough, and rows should be used, or leave, as they come.
+    Few rows: so many chunks that the weight is read for ``_SPAN_ROWS`` at once, or about; if that is two, one's own
+    rows wait for the first peer's, which come before the weight would have been read for them alone. Else two, as soon
+    as the second has come when the product comes to the first: rows that come in less time than they are multiplied are
+    ever further ahead. Sums depart the other way round. Where communication is longer than the product the memory has
+    time enough, and rows should be used, or leave, as they come.
     """
     peers, comm = problem.world_size - 1, _comm_over_gemm(problem)
     if peers < 2 or _is_empty(problem) or problem.op not in _SHARDED or comm > 1:
@@ -349,6 +350,8 @@ def _bands(problem: GemmProblem) -> dict[str, Any]:
         # Large tiles that run at once are of two shards or more anyway, and read the weight together.
         return {"span": 1, "alone": 0}
     span = min(peers, _SPAN_ROWS // max(1, problem.rows_per_rank))
+    if span == 2 and peers > 2 and problem.op == "ag_gemm" and problem.link != "same GPU":
+        return {"span": 2, "alone": -1}
     if span > 1:
         return {"span": span, "alone": min(1, peers - span)}
     coming = comm * problem.world_size / peers  # of one chunk, in times of its product

@@ -115,6 +115,8 @@ def refinements(problem: GemmProblem, best: Candidate) -> list[Candidate]:
     if best.strategy == "fused" and problem.arch:
         changes += [("span", each) for each in (1, 2, 4) if each < problem.world_size]
         changes += [("alone", each) for each in (0, 1, 3) if each < problem.world_size - 2]
+        if problem.op == "ag_gemm" and problem.world_size > 2:
+            changes.append(("alone", -1))
     if problem.link == "same GPU":
         if problem.op != "ag_gemm":
             changes.append(("sums_apart", not best.config.sums_apart))
