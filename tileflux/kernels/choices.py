@@ -11,14 +11,15 @@ from tileflux.kernels.prepared import launch_step
 from tileflux.lang.combine import add_choices
 from tileflux.lang.remote import typed
 
-__all__ = ["SUMMED", "launch_choices"]
+__all__ = ["SUMMED", "WIDTH", "launch_choices"]
 
 SUMMED = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """What can be added up, and what sums are rounded to."""
 
 _TOKENS, _COLUMNS = 4, 512
 _NUM_WARPS = 4
-_WIDTH = 8  # elements that a thread loads at a time; of fp32 in two accesses
+WIDTH = 8
+"""Elements that a thread loads at a time, of fp32 in two accesses; rows that are not so many make another kernel."""
 
 
 def launch_choices(
@@ -39,12 +40,12 @@ def launch_choices(
     if weights is not None:
         weights = weights.float().contiguous()
     pitch, address = rows.stride(0), rows.data_ptr()
-    is_aligned = address % 16 == out.data_ptr() % 16 == pitch % _WIDTH == width % _WIDTH == 0
+    is_aligned = address % 16 == out.data_ptr() % 16 == pitch % WIDTH == width % WIDTH == 0
     arguments = (
         address, positions.data_ptr(), 0 if weights is None else weights.data_ptr(), pitch, width, num_tokens, top_k,
         out,
     )  # fmt: skip
-    constants = (SUMMED[rows.dtype], SUMMED[dtype], weights is not None, is_aligned, _TOKENS, _COLUMNS, _WIDTH)
+    constants = (SUMMED[rows.dtype], SUMMED[dtype], weights is not None, is_aligned, _TOKENS, _COLUMNS, WIDTH)
     grid = triton.cdiv(num_tokens, _TOKENS) * triton.cdiv(width, _COLUMNS)
     launch = functools.partial(launch_step, _choices_kernel)
     load_once(rows.device, ("choices", *constants), lambda: launch(0, arguments, constants, _NUM_WARPS))

@@ -6,12 +6,14 @@ and sums (``sequential``). Both give the same rows in the same order, and the sa
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from tileflux.kernels.arrivals import launch_addresses, launch_arrivals, launch_pick, load_arrivals
+from tileflux.kernels.choices import WIDTH
 from tileflux.kernels.copy import move
 from tileflux.kernels.gather import gather_rows
 from tileflux.kernels.groups import sort_rows, sources_of, sum_choices
@@ -195,8 +197,8 @@ class Choices:
             _pick(x.new_zeros((sum(sizes), 1)), tokens)
             shares = torch.zeros((self.capacity, self.top_k), dtype=torch.float32, device=x.device)
             positions = torch.zeros((self.capacity, self.top_k), dtype=torch.int32, device=x.device)
-            for dtype in REDUCIBLE:
-                rows = torch.zeros((self.capacity * self.top_k, 1), dtype=dtype, device=x.device)
+            for dtype, width in itertools.product(REDUCIBLE, (1, WIDTH)):
+                rows = torch.zeros((self.capacity * self.top_k, width), dtype=dtype, device=x.device)
                 _sums(rows, shares, positions, arrived)
 
         counts = (*sorted(sizes), sum(sizes), self.capacity, self.top_k, self.num_experts)

@@ -165,8 +165,8 @@ def check_suite(group: Group, suite: Suite) -> str:
         problem = problem or found
     for call in suite.parts.values():
         call()
-    group.synchronize()
-    group.barrier()
+        group.synchronize()
+        group.barrier()  # what the library loads for one of them it must not load while a peer waits in the next
     return problem
 
 
