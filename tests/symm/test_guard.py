@@ -98,8 +98,8 @@ def test_the_end_of_a_chain_of_waits_is_named() -> None:
     assert results[1].peer == 0 and results[1].waited_for == 0
     assert results[2].peer == 0 and results[2].waited_for == 1
     assert "rank 1 was itself waiting" in str(results[2])
-    assert "gave up" not in str(results[2])
-    assert "it stopped when rank 2 gave up, which had waited 0.6 s for rank 1 in chain" in str(results[1])
+    assert "given up" not in str(results[2])
+    assert "rank 2 had given up after 0.6 s for rank 1" in str(results[1])
 
 
 def test_timeouts_pickle() -> None:

@@ -8,6 +8,7 @@ STORE = "st.global.b32 [%rd1], %r1;"
 LOAD = "ld.global.b32 %r2, [%rd2];"
 BARRIER = "bar.sync 0;"
 RELEASE = "@%p1 st.release.sys.global.s32 [%rd3], %r3;"
+COUNT = "@%p1 atom.global.gpu.release.add.u32 %r6, [%rd6], 1;"
 ACQUIRE = "@%p1 ld.global.sys.acquire.b32 %r4, [%rd4];"
 TMA_STORE = "@%p1 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd5, {%r3, %r3}], [%r2];"
 TMA_LOAD = (
@@ -24,12 +25,12 @@ def ptx(*lines: str) -> str:
     return f".version 8.7\n.target sm_90a\n.visible .entry kernel()\n.reqntid 128\n{{\n{body}\nret;\n}}\n"
 
 
-def problems(*lines: str, waits: bool = False, signals: bool = False) -> list[str]:
-    return lint(ptx(*lines), waits=waits, signals=signals)
+def problems(*lines: str, waits: bool = False, signals: bool = False, counts: bool = False) -> list[str]:
+    return lint(ptx(*lines), waits=waits, signals=signals, counts=counts)
 
 
-def only_problem(*lines: str, waits: bool = False, signals: bool = False) -> str:
-    (problem,) = problems(*lines, waits=waits, signals=signals)
+def only_problem(*lines: str, waits: bool = False, signals: bool = False, counts: bool = False) -> str:
+    (problem,) = problems(*lines, waits=waits, signals=signals, counts=counts)
     return problem
 
 
@@ -269,6 +270,36 @@ def test_spellings_of_a_release(release: str) -> None:
 
 def test_flag_of_the_signal_before_is_not_data() -> None:
     assert problems(STORE, BARRIER, RELEASE, RELEASE, signals=True) == []
+
+
+# Counts, which others on the same GPU wait for.
+
+
+def test_count_within_the_gpu() -> None:
+    assert problems(STORE, BARRIER, COUNT, counts=True) == []
+    assert problems(STORE, BARRIER, RELEASE, BARRIER, STORE, BARRIER, COUNT, counts=True, signals=True) == []
+    assert "orders at gpu scope" in only_problem(STORE, BARRIER, COUNT, BARRIER, RELEASE, signals=True)
+
+
+def test_missing_count() -> None:
+    assert "nothing adds with a release" in only_problem(STORE, BARRIER, RELEASE, counts=True)
+    relaxed = COUNT.replace("release", "relaxed")
+    assert "nothing adds with a release" in only_problem(STORE, BARRIER, relaxed, counts=True)
+
+
+@pytest.mark.parametrize("other", [RELEASE.replace("sys", "gpu"), COUNT.replace("gpu", "cta")])
+def test_only_what_counts_may_do_with_the_gpu(other: str) -> None:
+    assert any("scope where flags need sys" in each for each in problems(STORE, BARRIER, COUNT, other, counts=True))
+
+
+def test_count_behind_what_it_publishes() -> None:
+    assert "no CTA barrier between" in only_problem(BARRIER, STORE, COUNT, counts=True)
+    assert "no `cp.async.bulk.wait_group 0`" in only_problem(TMA_STORE, READ_WAIT, BARRIER, COUNT, counts=True)
+    assert problems(TMA_STORE, FULL_WAIT, BARRIER, COUNT, counts=True) == []
+
+
+def test_count_is_no_signal() -> None:
+    assert "nothing releases at sys scope" in only_problem(STORE, BARRIER, COUNT, signals=True, counts=True)
 
 
 # TMA stores.

@@ -105,13 +105,15 @@ class Guard:
         )
 
     def _who_stopped(self, mine: _Record, records: list[_Record | None]) -> str:
-        """The rank that has waited past the deadline, where this one has not, but was told to stop."""
+        """A rank that has waited past the deadline, where this one has not, but was told to stop.
+
+        Not in which op: the number in its record is of its own list.
+        """
         longest_ns, who = max((record.waited_ns, rank) for rank, record in enumerate(records) if record)
         theirs = records[who]
-        if theirs is None or not mine.waited_ns <= self.timeout_s * 1e9 < longest_ns or theirs.peer == who:
+        if theirs is None or not mine.waited_ns <= self.timeout_s * 1e9 < longest_ns:
             return ""
-        what = f"rank {theirs.peer} in {self._op_name(theirs.op)}"
-        return f"it stopped when rank {who} gave up, which had waited {longest_ns / 1e9:.1f} s for {what}"
+        return f"rank {who} had given up after {longest_ns / 1e9:.1f} s for rank {theirs.peer}"
 
     def tell_peers(self) -> None:
         """Let every rank stop waiting: this one will not come. CPU groups only."""

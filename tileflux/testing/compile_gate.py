@@ -76,8 +76,8 @@ class CompileCase:
     ``signature`` maps run-time arguments to types (``"*bf16"``, ``"i64"``, ``"tensordesc<bf16[128,64]>"``) and
     ``constexprs`` the others to values; constexprs with a default may be left out. ``divisible_by_16`` names the
     arguments known to be multiples of 16, by default all pointers. ``options`` go to the compiler: ``num_warps``,
-    ``num_stages``, ``maxnreg``. ``waits`` and ``signals`` say what must be found in the PTX; ``announces_tma=False``,
-    that what is stored by TMA is announced by the end of the launch alone.
+    ``num_stages``, ``maxnreg``. ``waits``, ``signals`` and ``counts`` say what must be found in the PTX;
+    ``announces_tma=False``, that what is stored by TMA is announced by the end of the launch alone.
     """
 
     name: str
@@ -89,6 +89,7 @@ class CompileCase:
     architectures: tuple[int, ...] = ARCHITECTURES
     waits: bool = False
     signals: bool = False
+    counts: bool = False
     announces_tma: bool = True
     max_spill_bytes: int = 0
 
@@ -304,7 +305,7 @@ def _judge(case: CompileCase, arch: int, answer: Mapping[str, Any]) -> CompileRe
         problems.append(f"asks for {columns} columns of tensor memory, the chip has {_TENSOR_MEMORY_COLUMNS}")
     try:
         problems += ptx_lint.lint(
-            answer["ptx"], waits=case.waits, signals=case.signals, announces_tma=case.announces_tma
+            answer["ptx"], waits=case.waits, signals=case.signals, counts=case.counts, announces_tma=case.announces_tma
         )
     except ValueError as error:
         problems.append(f"the lint cannot read the PTX: {error}")

@@ -134,7 +134,8 @@ def _case(
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": MAX_REGISTERS},
         architectures=(arch,),
         waits=waits and role not in (*_PLAIN_ENDS, SEND, STAGE),
-        signals=waits and role not in _PLAIN_ENDS,
+        signals=waits and role not in (*_PLAIN_ENDS, STAGE),
+        counts=role is STAGE or role.combines,
     )
 
 

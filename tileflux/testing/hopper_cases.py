@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import torch
@@ -74,6 +75,8 @@ def _case(
     options: str = "",
 ) -> CompileCase:
     config = hopper_config(*tile, dtype)
+    if "together" in options:
+        config = dataclasses.replace(config, span=2, alone=-1)
     spec = _spec(role, dtype, config, out, activation, options)
     kinds = f"{tile[0]}x{tile[1]}_{ELEMENTS[dtype]}_{ELEMENTS[out]}_{activation}_{options.replace(' ', '_')}"
     name = f"{role.name.replace(', ', '_').replace(' ', '_')}_{kinds}"
@@ -111,8 +114,8 @@ def _case(
         options={"num_warps": spec.num_warps},
         architectures=(90,),
         waits=role not in (PLAIN, GATHERED, SEND, STAGE),
-        # Behind a look at the clock the lint takes a release for that of a wait that gives up.
-        signals=role not in (PLAIN, GATHERED) and not (role is STAGE and "recorded" in options),
+        signals=role not in (PLAIN, GATHERED, STAGE),
+        counts=role is STAGE,
         announces_tma=spec.settles,
     )
 
@@ -123,6 +126,7 @@ def _all_cases() -> tuple[CompileCase, ...]:
     cases += [_case(role, tile) for role in (ARRIVING, SEND, STAGE) for tile in ((128, 256), (64, 128))]
     cases += [_case(PLAIN, options=each) for each in ("kn", "recorded", "bias")]
     cases += [_case(role, options="recorded") for role in (ARRIVING, STAGE)]
+    cases += [_case(ARRIVING, options="together")]
     cases += [_case(role, tile) for role in (GATHER, SCATTER) for tile in ((128, 256), (64, 128))]
     cases += [_case(SPREAD, tile) for tile in ((64, 128), (64, 64))]
     cases += [_case(SPREAD, (64, 128), options="recorded")]

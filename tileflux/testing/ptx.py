@@ -81,6 +81,11 @@ class Instruction:
         return self.touches_global and self.has("release", "acq_rel")
 
     @property
+    def counts(self) -> bool:
+        """An addition that releases to programs of the same GPU, and says so."""
+        return self.releases and self.has("add") and self.has("gpu") and not self.has("acq_rel")
+
+    @property
     def polls_without_order(self) -> bool:
         """A load that others' stores reach, but that orders nothing after it."""
         return self.words[0] in ("ld", "atom") and self.touches_global and self.has("relaxed", "volatile", "mmio")

@@ -20,6 +20,7 @@ __all__ = [
     "barrier_follows_acquire",
     "barrier_precedes_release",
     "bulk_stores_complete_before_release",
+    "counts_with_release",
     "flags_have_system_scope",
     "lint",
     "proxy_fence_precedes_tma_load",
@@ -28,9 +29,10 @@ __all__ = [
 ]
 
 
-def lint(ptx: str, *, waits: bool, signals: bool, announces_tma: bool = True) -> list[str]:
+def lint(ptx: str, *, waits: bool, signals: bool, counts: bool = False, announces_tma: bool = True) -> list[str]:
     """Every problem of a kernel that waits for flags, raises flags, both or neither, in the order of the rules.
 
+    ``counts``: it counts what it has done for others of its own rank, at the scope of the GPU, as no other kernel may.
     ``announces_tma=False``: what it stores by TMA is announced by its end, and by no flag of its own.
 
     Raises ``ValueError`` for text that is not PTX.
@@ -41,9 +43,11 @@ def lint(ptx: str, *, waits: bool, signals: bool, announces_tma: bool = True) ->
         problems += waits_with_acquire(functions)
     if signals:
         problems += signals_with_release(functions)
+    if counts:
+        problems += counts_with_release(functions)
     for function in functions:
-        if waits or signals:
-            problems += flags_have_system_scope(function)
+        if waits or signals or counts:
+            problems += flags_have_system_scope(function, counts=counts)
         problems += barrier_follows_acquire(function)
         problems += proxy_fence_precedes_tma_load(function)
         problems += barrier_precedes_release(function)
@@ -80,15 +84,23 @@ def signals_with_release(functions: Sequence[Function]) -> list[str]:
     return ["signals, but nothing releases at sys scope: the signal is missing, or the compiler dropped it"]
 
 
-def flags_have_system_scope(function: Function) -> list[str]:
+def counts_with_release(functions: Sequence[Function]) -> list[str]:
+    """A count releases within the GPU: else who waits for it may see it before the data."""
+    if any(function.instructions[index].counts for function in functions for index in function.reachable):
+        return []
+    return ["counts, but nothing adds with a release at gpu scope: the count is missing, or the compiler dropped it"]
+
+
+def flags_have_system_scope(function: Function, *, counts: bool = False) -> list[str]:
     """Flags are shared by ranks: below system scope the order holds on one GPU only, and peers read old data.
 
-    A counter among the programs of one GPU is held to the same; its cost at system scope is small.
+    So do counters among the programs of one GPU, unless the kernel ``counts``: then what adds to one may do with less.
     """
     return [
         f"{function.at(index)} orders at {function.instructions[index].memory_scope} scope where flags need sys"
         for index in function.reachable
         if function.instructions[index].memory_scope != "sys"
+        and not (counts and function.instructions[index].counts)
         and (
             function.instructions[index].acquires
             or function.instructions[index].releases
@@ -129,7 +141,7 @@ def barrier_precedes_release(function: Function) -> list[str]:
     What a thread learns by waiting for its bulk stores also has to pass the barrier.
     """
     problems = []
-    for release in _releases(function):
+    for release in _publishes(function):
         met = reach([release], function.predecessors, function.is_barrier)
         unordered = [
             index
@@ -149,7 +161,7 @@ def bulk_stores_complete_before_release(function: Function) -> list[str]:
     """``wait_group.read`` says that shared memory may be reused, not that a TMA store is written."""
     complete = set(function.where(lambda instruction: instruction.is_full_bulk_wait))
     problems = []
-    for release in _releases(function):
+    for release in _publishes(function):
         met = reach([release], function.predecessors, complete.__contains__)
         stores = [index for index in met if function.instructions[index].is_bulk_store]
         if stores:
@@ -168,6 +180,11 @@ def _acquires(function: Function) -> list[int]:
         if function.instructions[index].memory_scope == "sys"
         and (function.instructions[index].acquires or _fence_acquires(function, index))
     ]
+
+
+def _publishes(function: Function) -> list[int]:
+    """What releases at system scope, and what counts within the GPU: either must come behind what it publishes."""
+    return sorted({*_releases(function), *function.where(lambda instruction: instruction.counts)})
 
 
 def _releases(function: Function) -> list[int]:
