@@ -122,7 +122,10 @@ INDEX_CASES: tuple[CompileCase, ...] = (
     _cut("int64", 1024),
     _case(
         "tiles of some stages", "lists", "stages",
-        {"index": "i64", "num_words": "i32", "max_tiles": "i32", "begin": "i32", "end": "i32", "result_ptr": "*i32"},
+        {
+            "index": "i64", "num_words": "i32", "max_tiles": "i32", "begins": "i64", "ends": "i64", "bits": "i32",
+            "num_programs": "i32", "pitch": "i32", "results_ptr": "*i32",
+        },
         {"BLOCK": 1024, "TILES": 64},
     ),
     _addresses(2, "int32", "bfloat16"),
