@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import tileflux
 from tileflux.kernels import gemm_host
+from tileflux.kernels.groups import Groups
 from tileflux.ops import moe_ag_gemm_reference
 from tileflux.symm.group import Group
 from tileflux.testing import assert_close, run_ranks
@@ -135,6 +138,28 @@ def _sequence(group: Group, seed: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_several_weights_share_the_rows(world_size: int) -> None:
     run_ranks(_sequence, world_size, args=(int(torch.randint(2**30, ())),))
+
+
+def _lists(group: Group) -> int:
+    """How often the tiles are put into lists by rank."""
+    install_interpreter()
+    case, by_stages = drawn_case(group.world_size, torch.bfloat16, random.Random(7)), Groups.by_stages
+    given, routing = case.arguments(group.rank), routed(group, case, SMALL)
+    made: list[object] = []
+
+    def noted(groups: Groups, bands: Sequence[range]) -> list[Groups]:
+        made.append(bands)
+        return by_stages(groups, bands)
+
+    with on("interpret"), mock.patch.object(Groups, "by_stages", noted):
+        weights = [given["weight"], given["weight"].clone()]
+        tileflux.moe_ag_gemm(given["x"], weights, routing, strategy="pipelined", config=SMALL)
+    return len(made)
+
+
+@needs_interpreter
+def test_several_weights_share_the_lists() -> None:
+    assert run_ranks(_lists, 2, timeout_s=120) == [1, 1]
 
 
 def _gathered(group: Group, backend: str) -> None:

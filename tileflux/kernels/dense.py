@@ -262,7 +262,8 @@ def _multiply_by_stage(
         launch_gemm(part, GATHERING_GROUPED.gathered, config, group=group, turn=here, load_only=True)
     # In front of the lists, which take a while, and which nobody waits for but the product.
     _feed(group, here, x, scale_x, config)
-    lists = {id(groups): groups.by_stages(bands) for groups in map(_groups, parts)}  # often the same for all parts
+    distinct = {id(part.groups): _groups(part) for part in parts}  # often the same for all parts
+    lists = {key: groups.by_stages(bands) for key, groups in distinct.items()}
     for number, band in enumerate(bands):
         those = [dataclasses.replace(part, groups=lists[id(part.groups)][number]) for part in parts]
         for source in ((rank + stage) % world_size for stage in band if stage):
