@@ -85,8 +85,8 @@ def test_stages_are_taken_out(per_stage: list[int], num_behind: int, num_spare: 
 
 @needs_interpreter
 def test_stages_of_many_ranks_are_taken_out() -> None:
-    """Numbers that do not fit 8 bits."""
-    stages = [3, 255, 256, 70_000]
+    """Numbers that fill 8 bits, at the end of those that are handed over together; and some that do not fit."""
+    stages = [3, 254, 256, 70_000]
     tiles = torch.zeros((len(stages), GROUPS.tile_words), dtype=torch.int32)
     tiles[:, GROUPS.stage] = torch.tensor(stages, dtype=torch.int32)
     index = torch.cat((torch.zeros(GROUPS.tiles, dtype=torch.int32), tiles.flatten()))
@@ -95,6 +95,11 @@ def test_stages_of_many_ranks_are_taken_out() -> None:
         found = lists.launch_stages(index, len(tiles), bands)
     assert [int(each[GROUPS.num_tiles]) for each in found] == [1, 1, 1, 1, 4]
     assert [int(each[GROUPS.tiles + GROUPS.stage]) for each in found[:4]] == stages
+    with env.scoped(INTERPRETED):
+        found = lists.launch_stages(
+            index, len(tiles), [range(first, 255) for first in (0, 4, 100, 128, 200, 253, 255, 254)]
+        )
+    assert [int(each[GROUPS.num_tiles]) for each in found] == [2, 1, 1, 1, 1, 1, 0, 1]
 
 
 @pytest.mark.gpu

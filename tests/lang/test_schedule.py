@@ -137,10 +137,10 @@ def test_chunks_that_go_together_are_next_to_each_other_in_every_column_and_ones
         first = 1 if order is departure_order else 0
         seen = []
         for step in steps:
-            shard, chunk, _, _, _ = replayed(step, 0, world_size, num_chunks, num_m, 3, 10**6, (span, alone))
-            seen.append((shard - first) % world_size * num_chunks + chunk)
-        numbers = [next(i for i, band in enumerate(bands) if chunk in band) for chunk in seen]
-        assert numbers == sorted(numbers)
+            shard, chunk, _, n, _ = replayed(step, 0, world_size, num_chunks, num_m, 3, 10**6, (span, alone))
+            seen.append(((shard - first) % world_size * num_chunks + chunk, n))
+        numbers = [(next(i for i, band in enumerate(bands) if chunk in band), n) for chunk, n in seen]
+        assert numbers == sorted(numbers), "and through each of them but once"
 
 
 @pytest.mark.parametrize("order", [arrival_order, departure_order], ids=lambda order: order.fn.__name__)
