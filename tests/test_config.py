@@ -72,6 +72,7 @@ def test_flags_have_names() -> None:
         ({"num_chunks": MAX_CHUNKS + 1}, f"num_chunks={MAX_CHUNKS + 1} should be"),
         ({"group_m": 0}, "group_m=0 should be at least 1"),
         ({"span": 0}, "span=0 should be at least 1"),
+        ({"alone": -2}, "alone=-2 should be at least -1"),
         ({"num_stages": 0}, "num_stages=0 should be at least 1"),
         ({"num_feeders": 0}, "num_feeders=0 should be at least 1"),
         ({"num_sms": 1}, "num_sms=1 should be at least 2: one program feeds, one multiplies"),
@@ -84,7 +85,7 @@ def test_invalid_tiles_say_what_would_be_right(settings: dict[str, int], message
 
 def test_the_edges_of_what_is_valid() -> None:
     GemmConfig(16, 16, 16, 1, 1, 1, 1, 1, 2)
-    GemmConfig(1024, 1024, 1024, num_warps=16, num_chunks=MAX_CHUNKS)
+    GemmConfig(1024, 1024, 1024, num_warps=16, num_chunks=MAX_CHUNKS, alone=-1)
     config = GemmConfig()
     assert hash(config) == hash(GemmConfig()) and config == GemmConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -16,8 +16,8 @@ import tileflux
 from tileflux import ops
 from tileflux.symm.group import Group
 from tileflux.testing import bench, run_ranks
-from tileflux.testing.bench import BenchCase, RankTimes, make_suite, measure
-from tileflux.testing.contenders import Contender
+from tileflux.testing.bench import BenchCase, RankTimes, check_suite, make_suite, measure
+from tileflux.testing.contenders import Contender, Suite
 from tileflux.testing.timing import WARM_UP_S
 from tileflux.tune.lookup import STRATEGIES
 
@@ -127,6 +127,27 @@ def _broken_peer(group: Group) -> RankTimes:
 def test_what_a_peer_sent_wrong_is_told_by_who_got_it() -> None:
     first, second = run_ranks(_broken_peer, 2)
     assert first.problem.startswith("ours fused: rank 0: ") and second.problem.startswith("ours fused: rank 1: ")
+
+
+def _parts_in_order(group: Group) -> list[str]:
+    """What a rank does when it has checked all contenders: parts, and when it has met the others."""
+    seen: list[str] = []
+    meet = group.barrier
+
+    def noted() -> None:
+        meet()
+        seen.append("met")
+
+    suite = Suite({name: lambda name=name: seen.append(name) for name in ("gemm", "comm")}, [], lambda: None, "fused")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "barrier", noted)
+        assert check_suite(group, suite) == ""
+    return seen
+
+
+def test_ranks_meet_behind_each_part() -> None:
+    """What one of them loads for the first must not be loaded while another waits for it in the second."""
+    assert run_ranks(_parts_in_order, 2) == [["gemm", "met", "comm", "met"]] * 2
 
 
 class Unavailable(RuntimeError):

@@ -185,6 +185,13 @@ def test_few_rows_go_through_the_weight_together(
     assert (config.span, config.alone) == (span, alone)
 
 
+def test_own_rows_of_three_ranks_go_alone() -> None:
+    """Three by two would be one band, whose first tiles wait for the last rank's rows."""
+    few = {size: rule(GemmProblem("ag_gemm", 128 * size, 20480, 12288, size, "bfloat16", link="NVLink", **H100)).config
+           for size in (3, 4)}  # fmt: skip
+    assert [(few[size].span, few[size].alone) for size in (3, 4)] == [(2, 0), (2, -1)]
+
+
 @pytest.mark.parametrize(
     ("m", "n", "link", "num_slabs"),
     [

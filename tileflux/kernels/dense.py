@@ -26,7 +26,6 @@ from tileflux.kernels.gemm_launch import PreparedGemm, launch_gemm
 from tileflux.kernels.gemm_shared import shares_gpu, sms_for
 from tileflux.kernels.groups import Groups
 from tileflux.kernels.launch import on_host
-from tileflux.kernels.lists import load_stages
 from tileflux.kernels.loading import load_once
 from tileflux.kernels.operands import Operands, Role
 from tileflux.kernels.plan import gather_plan
@@ -257,10 +256,10 @@ def _multiply_by_stage(
     x, scale_x = parts[0].x, parts[0].scale_x
     bands = _bands(world_size, config.span)
     load_steps(group, here, parts[0])
-    load_stages(_groups(parts[0]).index, group)
     for part in parts:
         launch_gemm(part, GATHERING_GROUPED.gathered, config, group=group, turn=here, load_only=True)
-    # In front of the lists, which take a while, and which nobody waits for but the product.
+    # In front of the lists, which take a while, and which nobody waits for but the product. What makes them was loaded
+    # for the routing (``load_route``).
     _feed(group, here, x, scale_x, config)
     distinct = {id(part.groups): _groups(part) for part in parts}  # often the same for all parts
     lists = {key: groups.by_stages(bands) for key, groups in distinct.items()}
