@@ -10,8 +10,6 @@ from pathlib import Path
 # not inherit a thread pool whose threads they do not have.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
-# MKL keeps memory by thread. After threads of this process have multiplied, a forked rank may spin in that for ever.
-os.environ["MKL_DISABLE_FAST_MM"] = "1"
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 # What has been measured on this machine must not change what is tested.
 os.environ["TILEFLUX_TUNE_DIR"] = ""

@@ -24,12 +24,14 @@ from typing import Any
 import torch
 
 from tileflux import env
+from tileflux.testing._forking import wait_for_rest
 from tileflux.testing._rank_child import Call, Job, rank_main, stack_file
 from tileflux.testing._rank_report import Failure, Report, failed, timed_out
 
 __all__ = ["Died", "run_processes"]
 
 _LINGER_S = 0.3  # after the first failure, for the others to say what they think of it
+_REST_S = 10.0  # for threads of this process to rest before it is forked
 _TERM_GRACE_S = 0.5
 _STACK_S = 2.0
 
@@ -90,7 +92,7 @@ class _Rank:
         """For the others' line in an error message."""
         if self.report is not None:
             return "returned"
-        return "still running, stopped by the runner" if self.ended is None else "ended"
+        return "running" if self.ended is None else "ended"
 
 
 def run_processes(
@@ -133,11 +135,24 @@ def _start(job: Job, call: Call | bytes, method: str, ranks: list[_Rank]) -> Non
             target=rank_main, args=(job, call, number, sender), name=f"rank{number}", daemon=True
         )
         ranks.append(_Rank(number, process, receiver))
+        if method == "fork":
+            _rest()
         with warnings.catch_warnings():
-            # Forking beside other threads is dangerous if they hold locks the child needs. Ours are parked.
+            # Forking beside other threads is dangerous if they hold locks the child needs; these rest.
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             process.start()
         sender.close()  # before the next fork, which would inherit it and keep the pipe open after this rank's death
+
+
+def _rest() -> None:
+    working = wait_for_rest(_REST_S)
+    if working:
+        warnings.warn(
+            f"ranks are forked beside threads that work ({', '.join(map(str, working))}): a lock that one of them "
+            f"holds now is never released in the rank, which may hang. where='spawn' starts ranks that inherit none",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _watch(job: Job, ranks: list[_Rank], may_die: Set[int]) -> None:
@@ -153,7 +168,8 @@ def _watch(job: Job, ranks: list[_Rank], may_die: Set[int]) -> None:
         remaining = deadline - time.monotonic()
         if failures and (not running or remaining <= 0):
             names = {failure.rank for failure in failures}
-            raise failed(job.world_size, failures, {r.number: r.state() for r in ranks if r.number not in names})
+            others = {rank.number: rank.state() for rank in ranks if rank.number not in names}
+            raise failed(job.world_size, failures, others | _where_others_are(job.folder, running, names))
         if not running:
             return
         if remaining <= 0:
@@ -162,11 +178,19 @@ def _watch(job: Job, ranks: list[_Rank], may_die: Set[int]) -> None:
         wait([item for rank in running for item in rank.waitables()], remaining)
 
 
+def _where_others_are(folder: Path, running: list[_Rank], failed_ranks: Set[int]) -> dict[int, str]:
+    """Lines for ranks that neither failed nor ended: one that a peer has waited for in vain hangs where it is."""
+    stacks = _stacks(folder, [rank for rank in running if rank.number not in failed_ranks and rank.report is None])
+    return {number: f"still running, stopped by the runner; it was at\n{stack}" for number, stack in stacks.items()}
+
+
 def _stacks(folder: Path, running: list[_Rank]) -> dict[int, str]:
     """Ask the ranks still running for their stacks, and wait until the dumps are whole.
 
     With each, whether its process works or sleeps: one that is slow looks like one that hangs.
     """
+    if not running:
+        return {}
     doing = {rank.number: _doing(rank.process.pid) for rank in running}
     for rank in running:
         assert rank.process.pid, "a rank that never started cannot be running"

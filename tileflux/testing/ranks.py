@@ -203,7 +203,7 @@ def _gather(threads: list[threading.Thread], reports: queue.SimpleQueue[Report],
     others = {rank: "returned" for rank, report in seen.items() if not report.summary}
     running = [rank for rank in range(len(threads)) if rank not in seen]
     if failures:
-        others |= dict.fromkeys(running, "still running; a thread cannot be stopped, and goes on in the background")
+        others |= {rank: f"still running; it was at\n{_stack(threads[rank])}" for rank in running}
         raise failed(len(threads), failures, others)
     if running:
         raise timed_out(len(threads), timeout_s, {rank: _stack(threads[rank]) for rank in running}, others)
