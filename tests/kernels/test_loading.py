@@ -19,10 +19,11 @@ PACKAGE = Path(loading.__file__).parents[1]
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU of which only its capture is asked."""
-    state = SimpleNamespace(capturing=False)
+    """A GPU of which only its capture is asked, and which stream is the current one."""
+    state = SimpleNamespace(capturing=False, cuda_stream=0)
     monkeypatch.setattr(loading, "_loaded", set())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: state)
     return state
 
 
@@ -140,6 +141,26 @@ def test_a_virtual_rank_loads_when_no_rank_has_work(gpu: SimpleNamespace) -> Non
     before = len(group.log)
     load_once(GPU, "a", lambda: pytest.fail("launched again"), group)  # type: ignore[arg-type]
     assert len(group.log) == before, "a kernel that is loaded waits for nothing"
+
+
+def test_a_load_without_a_group_is_that_of_the_virtual_rank_on_whose_stream_it_is(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a product between two ops that wait: a peer may be in the second of them."""
+    group = VirtualGroup()
+    monkeypatch.setattr(loading, "virtual_rank_on", lambda stream: group if stream == 7 else None)
+    load_once(GPU, "somebody else's", lambda: None)
+    assert group.log == []
+    gpu.cuda_stream = 7
+    launched: list[str] = []
+    thread = threading.Thread(target=lambda: load_once(GPU, "a", lambda: launched.append("a")), daemon=True)
+    thread.start()
+    assert group.looked.wait(10)
+    time.sleep(0.05)
+    assert launched == [] and group.log[0] == "synchronize"
+    group.idle.set()
+    thread.join(10)
+    assert launched == ["a"]
 
 
 def test_ones_own_work_is_done_before_the_lock_is_asked_for(gpu: SimpleNamespace) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import tileflux
 from tileflux import CommConfig, env
 from tileflux.errors import GroupBroken, GroupClosed, MismatchError, PeerTimeout, TransportUnavailable
-from tileflux.symm.group import Group, group_by_name
+from tileflux.symm.group import Group, group_by_name, virtual_rank_on
 from tileflux.testing import run_ranks
 
 
@@ -130,6 +130,18 @@ def test_closed_groups_say_so_and_free_their_memory() -> None:
     with pytest.raises(GroupClosed, match=name):
         group_by_name(name)
     assert groups[0].memory_summary().heap_bytes == 0
+
+
+def test_a_virtual_rank_is_found_by_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = tileflux.local_groups(3)
+    assert virtual_rank_on(0) is None, "ranks on the CPU have no streams"
+    streams = {group.name: SimpleNamespace(cuda_stream=10 + group.rank) for group in groups}
+    monkeypatch.setattr(Group, "stream", property(lambda group: streams.get(group.name)))
+    assert [virtual_rank_on(10 + rank) for rank in range(3)] == groups and virtual_rank_on(13) is None
+    groups[1].close()
+    assert virtual_rank_on(11) is None
+    for group in groups:
+        group.close()
 
 
 def test_a_group_closes_with_its_block() -> None:

@@ -6,7 +6,8 @@ once with nothing to do, under a lock, by whoever comes to it first.
 
 Virtual ranks share their GPU with each other: while one of them loads, kernels that are running must end before others
 can start, and a running one may wait for another rank's. So a virtual rank loads only when no rank of its world has
-work on the GPU, and none of them launches meanwhile.
+work on the GPU, and none of them launches meanwhile. A product between two ops, which knows no group, is a virtual
+rank's if it is on one's stream.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 
 from tileflux import env
-from tileflux.symm.group import Group
+from tileflux.symm.group import Group, virtual_rank_on
 
 __all__ = ["launching", "launching_on", "load_once", "lock", "settle_keys"]
 
@@ -81,6 +82,8 @@ def load_once(device: torch.device, key: Hashable, launch: Callable[[], object],
         raise ValueError(
             "this call loads kernels, which cannot be captured: make the call once before capturing a CUDA graph"
         )
+    if group is None:
+        group = virtual_rank_on(torch.cuda.current_stream(device).cuda_stream)
     with _standstill(device, key, group):
         if (device, key) not in _loaded:
             settle_keys()

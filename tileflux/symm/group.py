@@ -23,7 +23,7 @@ from tileflux.symm.mailbox import HostChannels, Mailbox
 from tileflux.symm.shm import ShmTransport
 from tileflux.symm.workspace import MemorySummary, Region, Workspace
 
-__all__ = ["Group", "group_by_name", "local_groups"]
+__all__ = ["Group", "group_by_name", "local_groups", "virtual_rank_on"]
 
 _LONGEST_TIMEOUT_S = 1e6
 _names = itertools.count()
@@ -297,6 +297,12 @@ def local_groups(
         device = torch.device("cuda", torch.cuda.current_device())
     transports = local_transports(world_size, device)
     return [Group(transport, timeout_s=timeout_s, config=config, check=check) for transport in transports]
+
+
+def virtual_rank_on(stream: int) -> Group | None:
+    """The group of the virtual rank that is driven on the stream with this handle, if one is."""
+    virtual = (group for group in list(_groups.values()) if group.stream is not None)
+    return next((group for group in virtual if group.stream.cuda_stream == stream), None)  # type: ignore[union-attr]
 
 
 def group_by_name(name: str) -> Group:
