@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tileflux.config import GROUPS
+from tileflux.kernels import groups as groups_module
 from tileflux.kernels.groups import (
     Groups,
     SortedRows,
@@ -172,6 +173,18 @@ def test_stages_are_asked_of_the_host_once() -> None:
     assert sources_of((3, 1, 4), 1, CPU) is sources_of((3, 1, 4), 1, CPU)
     assert sources_of((3, 1, 4), 1, CPU).tolist() == [2, 2, 2, 0, 1, 1, 1, 1]
     assert sources_of((3, 1, 4), 2, CPU).tolist() == [1, 1, 1, 2, 0, 0, 0, 0]
+
+
+def test_a_graph_keeps_the_stages_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many other sizes there are between its capture and its replay."""
+    kept = torch.zeros(3)
+    monkeypatch.setattr(groups_module, "_sources_of", lambda *_: kept)
+    monkeypatch.setattr(groups_module, "_read_by_graphs", {})
+    for is_capturing in (False, True, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=is_capturing: now)
+        for device in (CPU, torch.device("cuda", 0)):
+            assert sources_of((1, 2), 0, device) is kept
+        assert groups_module._read_by_graphs == ({((1, 2), 0, torch.device("cuda", 0)): kept} if is_capturing else {})
 
 
 @settings(deadline=None)

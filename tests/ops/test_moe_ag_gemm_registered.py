@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tileflux
-from tileflux.ops._moe import routing_arguments
+from tileflux.ops._moe import by_expert, by_masks, routing_arguments
 from tileflux.symm.group import Group
 from tileflux.testing import assert_close, run_ranks
 from tileflux.testing.moe import moe_routing
@@ -70,6 +70,32 @@ def _bias_gradient(group: Group) -> None:
     right = torch.stack([part.double().sum(0) for part in factors.split(routing.counts(group.rank))])
     assert bias.grad is not None
     assert_close(bias.grad, right, dtype=torch.float32, reduction=len(factors))
+
+
+def test_gradients_where_there_is_room_but_no_token() -> None:
+    (group,) = tileflux.local_groups(1)
+    none = torch.zeros(0, 2, dtype=torch.long)
+    for capacity in (0, 4):
+        routing = tileflux.route(none, none.float(), num_experts=2, group=group, capacity=capacity)
+        x, weight = torch.ones(0, 3, requires_grad=True), torch.ones(2, 5, 3, requires_grad=True)
+        y = tileflux.moe_ag_gemm(x, weight, routing)
+        y.sum().backward()
+        assert y.shape == (capacity, 5) and x.grad is not None and x.grad.shape == (0, 3)
+        assert weight.grad is not None and not weight.grad.any()
+    group.close()
+
+
+def test_sums_over_the_rows_of_an_expert() -> None:
+    """Of rows whose bounds only the device knows, too: what is not finite stays with the expert whose it is."""
+    left, right = torch.randn(7, 4), torch.randn(7, 3)
+    offsets = torch.tensor([0, 2, 2, 5])
+    for rows in (left, right):
+        rows[5:] = torch.nan
+    assert_close(by_masks(left, right, offsets), by_expert(left, right, offsets).double(), reduction=7)
+    for rows in (left, right):
+        rows[1, 0] = torch.inf
+    for found in (by_masks(left, right, offsets), by_expert(left, right, offsets)):
+        assert found[1:].isfinite().all() and not found[0].isfinite().all()
 
 
 def test_the_gradient_of_a_bias_is_rounded_once() -> None:

@@ -16,7 +16,7 @@ from tileflux.ops._moe import routing_arguments
 from tileflux.symm.group import Group
 from tileflux.testing import assert_close, run_ranks
 from tileflux.testing.dense import DENSE_DTYPES
-from tileflux.testing.moe import expected_rs, moe_routing
+from tileflux.testing.moe import MoeRouting, expected_rs, moe_routing
 
 from .cases import check_registration
 from .dense_cases import (
@@ -144,6 +144,11 @@ def _nothing(group: Group) -> None:
         routing = tileflux.route(none, none.float(), num_experts=4, group=group, capacity=4, block_m=16)
         y = tileflux.moe_gemm_rs(torch.ones(4, 3), torch.ones(4, 5, 3), routing, strategy=strategy, config=SMALL)
         assert y.shape == (0, 5)
+        h, weight, gates = (torch.ones(shape, requires_grad=True) for shape in ((4, 3), (4, 5, 3), (0, 2)))
+        routing = tileflux.route(none, gates, num_experts=4, group=group, capacity=4)
+        tileflux.moe_gemm_rs(h, weight, routing, strategy=strategy).sum().backward()
+        for leaf in (h, weight, gates):
+            assert leaf.grad is not None and leaf.grad.shape == leaf.shape and not leaf.grad.any()
         # Tokens of which every choice was dropped, and experts without columns or terms.
         ids = torch.full((3, 2), -1)
         routing = tileflux.route(ids, torch.ones(3, 2), num_experts=4, group=group, block_m=16)
@@ -156,6 +161,22 @@ def _nothing(group: Group) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nothing_to_add_up(world_size: int) -> None:
     run_ranks(_nothing, world_size)
+
+
+Leaves = list[torch.Tensor]
+
+
+def exact(routing: MoeRouting, hs: Leaves, weights: Leaves, gates: Leaves) -> torch.Tensor:
+    """What all ranks' tokens get, of what each rank has."""
+    gate, hidden = torch.cat(gates).flatten(), weights[0].shape[1]
+    total = torch.zeros(sum(routing.sizes), hidden, dtype=torch.float64)
+    for rank, (h, weight) in enumerate(zip(hs, weights, strict=True)):
+        rows = routing.rows(rank)
+        local = torch.tensor([row.expert - routing.experts(rank).start for row in rows], dtype=torch.long)
+        slots = torch.tensor([row.slot for row in rows], dtype=torch.long)
+        products = torch.einsum("rk,rhk->rh", h, weight[local]) * gate[slots, None]
+        total = total.index_add(0, slots // routing.top_k, products)
+    return total
 
 
 def _gradient(group: Group, dtype: torch.dtype) -> None:
@@ -179,13 +200,7 @@ def _gradient(group: Group, dtype: torch.dtype) -> None:
 
     found = gradients(loss, (hs[rank], weights[rank], gates[rank]))
     leaves = [[t.double().requires_grad_() for t in each] for each in (hs, weights, gates)]
-    gate, total = torch.cat(leaves[2]).flatten(), torch.zeros(sum(routing.sizes), hidden, dtype=torch.float64)
-    for r in range(world_size):
-        local = torch.tensor([row.expert - routing.experts(r).start for row in rows[r]], dtype=torch.long)
-        slots = torch.tensor([row.slot for row in rows[r]], dtype=torch.long)
-        products = torch.einsum("rk,rhk->rh", leaves[0][r], leaves[1][r][local]) * gate[slots, None]
-        total = total.index_add(0, slots // routing.top_k, products)
-    (total * torch.cat(factors)).sum().backward()
+    (exact(routing, *leaves) * torch.cat(factors)).sum().backward()
     depths = (hidden, len(rows[rank]), hidden * width * world_size)
     for actual, each, depth in zip(found, leaves, depths, strict=True):
         right = each[rank].grad
@@ -198,6 +213,33 @@ def _gradient(group: Group, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_gradients(world_size: int, dtype: torch.dtype) -> None:
     run_ranks(_gradient, world_size, args=(dtype,))
+
+
+def curved(y: torch.Tensor, leaves: Leaves) -> tuple[torch.Tensor, ...]:
+    """Gradients of how long the gradients of a square are."""
+    first = torch.autograd.grad((y * y).sum(), leaves, create_graph=True)
+    return torch.autograd.grad(sum((each * each).sum() for each in first), leaves)
+
+
+def _second_gradient(group: Group) -> None:
+    """Of rows, weights and gates; the squares are those of all ranks."""
+    torch.manual_seed(29)
+    routing = moe_routing([4, 3], 4, 2, 3, ep_size=2, kind="dropped")
+    hs = [torch.randn(len(routing.rows(rank)), 5) for rank in range(2)]
+    weights, gates = [torch.randn(2, 6, 5) for _ in hs], list(routing.weights)
+    room = max(map(len, hs))
+    own = [each[group.rank].clone().requires_grad_() for each in (hs, weights, gates)]
+    here = tileflux.route(**{**routing.arguments(group.rank), "weights": own[2]}, group=group, capacity=room)
+    padded = torch.cat((own[0], torch.zeros(room - len(own[0]), 5)))
+    found = curved(tileflux.moe_gemm_rs(padded, own[1], here), own)
+    leaves = [[t.double().requires_grad_() for t in each] for each in (hs, weights, gates)]
+    right = curved(exact(routing, *leaves), [leaf for each in leaves for leaf in each])
+    for index, actual in enumerate(found):
+        assert_close(actual, right[2 * index + group.rank].float(), reduction=1000)
+
+
+def test_a_gradients_gradient() -> None:
+    run_ranks(_second_gradient, 2)
 
 
 def _compiled(group: Group) -> None:

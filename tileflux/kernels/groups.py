@@ -189,12 +189,23 @@ def _by_kernels(where: torch.Tensor) -> bool:
     return where.is_cuda or (where.device.type == "cpu" and not on_host(where))
 
 
-@functools.lru_cache(maxsize=256)
+_read_by_graphs: dict[tuple[tuple[int, ...], int, torch.device], torch.Tensor] = {}
+"""A graph reads what it was captured with whenever it is replayed: these are never given back."""
+
+
 def sources_of(num_tokens: tuple[int, ...], rank: int, device: torch.device) -> torch.Tensor:
     """``[sum of num_tokens]``: the stage at which each token arrives at ``rank``. Own tokens arrive at stage 0.
 
     Kept: it comes from the host, which a CUDA graph must not ask.
     """
+    sources = _sources_of(num_tokens, rank, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _read_by_graphs[num_tokens, rank, device] = sources
+    return sources
+
+
+@functools.lru_cache(maxsize=256)
+def _sources_of(num_tokens: tuple[int, ...], rank: int, device: torch.device) -> torch.Tensor:
     world_size = len(num_tokens)
     stages = torch.tensor([(source - rank) % world_size for source in range(world_size)], dtype=torch.int32)
     return torch.repeat_interleave(stages, torch.tensor(num_tokens)).to(device)

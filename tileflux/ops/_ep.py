@@ -29,6 +29,7 @@ from tileflux.symm.group import Group, group_by_name
 
 __all__ = [
     "STRATEGIES",
+    "TOKENS",
     "Choices",
     "Dispatched",
     "Moved",
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 STRATEGIES = ("auto", "sequential", "fused")
+TOKENS = "tokens for a rank"
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,13 +95,13 @@ class Dispatched:
     def ensure_fits(self) -> None:
         """Raise ``CapacityExceeded`` if it is known by now that tokens were left out."""
         if self.num_missing is not None:
-            raise_if_missing(self.group, self.capacity, self.num_missing, "tokens for a rank")
+            raise_if_missing(self.group, self.num_missing, self.capacity, TOKENS)
 
     def synchronize(self) -> None:
         """Wait until it is known whether all tokens fit, and raise ``CapacityExceeded`` if not."""
-        if self.group.device.type == "cuda":
-            torch.cuda.current_stream(self.group.device).synchronize()
+        self.group.wait()
         self.ensure_fits()
+        self.group.ensure_usable()
 
 
 class Moved(NamedTuple):

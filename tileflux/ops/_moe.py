@@ -18,6 +18,7 @@ from tileflux.tune.lookup import grouped_tiles
 __all__ = [
     "bias_gradient",
     "by_expert",
+    "by_masks",
     "check_config",
     "check_experts",
     "check_number",
@@ -25,6 +26,7 @@ __all__ = [
     "grouped_operands",
     "is_used",
     "num_columns",
+    "of_tokens",
     "routing_arguments",
     "rows_for_tiles",
     "tiles_for",
@@ -109,6 +111,11 @@ def is_used(offsets: torch.Tensor, num_rows: int) -> torch.Tensor:
     return (torch.arange(num_rows, device=offsets.device) < offsets[-1])[:, None]
 
 
+def of_tokens(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """``[rows, ...]``: of every row, what its token has. Without any token there may still be room for rows."""
+    return values[tokens.long()] if len(values) else values.new_zeros((len(tokens), *values.shape[1:]))
+
+
 def bias_gradient(grad: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``[E, N]``: the sum over each expert's rows, rounded once."""
     ones = torch.ones((len(grad), 1), dtype=torch.float32, device=grad.device)
@@ -117,16 +124,20 @@ def bias_gradient(grad: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype)
 
 def by_expert(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """``left[rows of e].T @ right[rows of e]`` for every expert, ``[E, ...]``."""
-    if not left.is_cuda:
-        bounds = offsets.tolist()
-        pairs = zip(bounds[:-1], bounds[1:], strict=True)
-        return torch.stack([left[first:end].float().t() @ right[first:end].float() for first, end in pairs])
-    rows = torch.arange(len(left), device=left.device)
-    products = []
+    if left.is_cuda:
+        return by_masks(left, right, offsets)
+    bounds = offsets.tolist()
+    pairs = zip(bounds[:-1], bounds[1:], strict=True)
+    return torch.stack([left[first:end].float().t() @ right[first:end].float() for first, end in pairs])
+
+
+def by_masks(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The same where nobody but the device knows which rows are whose: every expert's product goes over all of them."""
+    rows, products = torch.arange(len(left), device=left.device), []
     for expert in range(len(offsets) - 1):
-        # Nobody but the device knows which rows are whose: every expert's product goes over all of them.
         is_own = ((rows >= offsets[expert]) & (rows < offsets[expert + 1]))[:, None]
-        products.append(torch.where(is_own, left, 0).t() @ right)
+        # On both sides: of another expert's infinity times 0 there would come a NaN.
+        products.append(torch.where(is_own, left, 0).t() @ torch.where(is_own, right, 0))
     return torch.stack(products)
 
 

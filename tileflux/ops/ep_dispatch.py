@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from tileflux.ops._call import as_bytes, begin, check_tensor, dense, guarded
 from tileflux.ops._dense import FLOATS, as_scale
-from tileflux.ops._ep import Choices, Dispatched, check_strategy, identity, spread
+from tileflux.ops._ep import TOKENS, Choices, Dispatched, check_strategy, identity, spread
 from tileflux.ops._library import eager_only, register
 from tileflux.ops.routing import check_choices, readable
 from tileflux.symm.group import Group, group_by_name
@@ -60,7 +60,7 @@ def ep_dispatch(
     )
     found = Dispatched(
         group, num_experts, rows, room, tokens, None if scale is None else scales, shares, counts, row_tokens,
-        positions, arrived, sent, readable(missing) if room < sum(rows) else None,
+        positions, arrived, sent, readable(group, missing, room, TOKENS) if room < sum(rows) else None,
     )  # fmt: skip
     found.ensure_fits()
     return found

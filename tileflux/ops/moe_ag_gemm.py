@@ -202,7 +202,7 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
         of_token = of_token + grads[-1]
     grad_x = torch.ops.tileflux.reduce_scatter(of_token, ctx.group, ctx.rows)
     gathered = torch.ops.tileflux.all_gather(x, ctx.group, ctx.rows)
-    picked = torch.where(is_used, gathered[groups.tokens.long()], 0)
+    picked = torch.where(is_used, _moe.of_tokens(gathered, groups.tokens), 0)
     grad_weights = [
         _moe.by_expert(grad, picked, offsets).to(weight.dtype) for grad, weight in zip(typed, weights, strict=True)
     ]
@@ -234,11 +234,11 @@ def moe_ag_gemm_reference(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The same over ``torch.distributed``: gather tokens and their scales, pick the rows, multiply expert by expert."""
-    tokens = routing.rows.slots.long() // routing.top_k
-    rows = all_gather_reference(x, process_group, routing.sizes)[tokens]
+    tokens = routing.rows.slots // routing.top_k
+    rows = _moe.of_tokens(all_gather_reference(x, process_group, routing.sizes), tokens)
     if scale_x is not None:
         scales = torch.as_tensor(scale_x, dtype=torch.float32, device=x.device).expand(len(x)).contiguous()
-        scale_x = all_gather_reference(scales, process_group, routing.sizes)[tokens]
+        scale_x = _moe.of_tokens(all_gather_reference(scales, process_group, routing.sizes), tokens)
     return grouped_gemm_reference(
         rows, weight, routing.counts, bias,
         activation=activation, scale_x=scale_x, scale_weight=scale_weight, out_dtype=out_dtype,

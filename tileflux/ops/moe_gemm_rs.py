@@ -168,11 +168,11 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     # All ranks make the same calls, whatever each of them needs.
     gathered = torch.ops.tileflux.all_gather(grad.to(h.dtype), ctx.group, ctx.rows)
     is_used = _moe.is_used(offsets, ctx.capacity)
-    of_row = torch.where(is_used, gathered[groups.tokens.long()] if num_tokens else 0, 0).float()
+    of_row = torch.where(is_used, _moe.of_tokens(gathered, groups.tokens), 0).float()
     # Of every row, the weight of the choice that it is; choices that are not here go behind the last row.
     shares = torch.zeros(ctx.capacity + 1, dtype=torch.float32, device=h.device)
     places = torch.where(groups.positions < 0, ctx.capacity, groups.positions).long()
-    shares.scatter_(0, places.reshape(-1), groups.weights.reshape(-1))
+    shares = shares.scatter(0, places.reshape(-1), _gates(ctx, own, groups).reshape(-1))
     typed = (of_row * shares[:-1, None]).to(h.dtype)
     turned = weight.transpose(1, 2)
     grad_h = torch.ops.tileflux.grouped_gemm(typed, turned, counts, None, None, None, "", h.dtype, "")
@@ -183,6 +183,14 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     worth = torch.cat((worth, worth.new_zeros(1, 1)))[places.reshape(-1), 0].view(num_tokens, ctx.top_k)
     grad_own = torch.ops.tileflux.reduce_scatter(worth, ctx.group, ctx.rows).to(own.dtype)
     return torch.where(is_used, grad_h, 0), grad_weight, grad_own, *([None] * 12)
+
+
+def _gates(ctx: Any, own: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """``[T, top_k]``: what the routing has of them; where a gradient of the gradient is asked for, as its function."""
+    if not torch.is_grad_enabled():
+        return groups.weights
+    gathered: torch.Tensor = torch.ops.tileflux.all_gather(own.float(), ctx.group, ctx.rows)
+    return gathered
 
 
 register(

@@ -14,6 +14,7 @@ host, so that a CUDA graph can be replayed with other choices. Who writes and wh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ from tileflux.tune.lookup import rows_of_tiles
 __all__ = ["MAX_EXPERTS", "Routing", "check_choices", "raise_if_missing", "readable", "route", "route_gathered"]
 
 MAX_EXPERTS = 1024
+_ROWS = "rows of a rank's experts"
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +77,13 @@ class Routing:
     def ensure_fits(self) -> None:
         """Raise ``CapacityExceeded`` if it is known by now that rows were left out. Every op asks before it runs."""
         if self.num_missing is not None:
-            raise_if_missing(self.group, self.capacity, self.num_missing, "rows of a rank's experts")
+            raise_if_missing(self.group, self.num_missing, self.capacity, _ROWS)
 
     def synchronize(self) -> None:
         """Wait until it is known whether all rows fit, and raise ``CapacityExceeded`` if not."""
-        if self.group.device.type == "cuda":
-            torch.cuda.current_stream(self.group.device).synchronize()
+        self.group.wait()
         self.ensure_fits()
+        self.group.ensure_usable()
 
 
 @eager_only
@@ -181,7 +183,7 @@ class _Sorting:
         rows, groups, missing = route_rows(group, packed, self.rows, experts, self.ep_size, capacity, self.block_m)
         return Routing(
             group, self.num_experts, self.top_k, self.ep_size, self.rows, capacity, own_weights, groups.weights, rows,
-            groups, None if missing is None else readable(missing),
+            groups, None if missing is None else readable(group, missing, capacity, _ROWS),
         )  # fmt: skip
 
     def load(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -190,28 +192,31 @@ class _Sorting:
 
 
 @eager_only
-def readable(missing: torch.Tensor) -> torch.Tensor:
-    """A number of the device where the host can read it without waiting; until it is there it reads 0."""
-    if not missing.is_cuda:
-        return missing
-    pinned = torch.zeros((), dtype=missing.dtype, pin_memory=True)
-    pinned.copy_(missing, non_blocking=True)
-    return pinned
+def readable(group: Group, missing: torch.Tensor, capacity: int, what: str) -> torch.Tensor:
+    """A number of the device where the host can read it without waiting; until it is there it reads 0.
+
+    It may come when the last op that would ask has long been called, so the group looks at it too.
+    """
+    return group.late.bring(missing, functools.partial(_too_many, capacity, what)) if missing.is_cuda else missing
 
 
 @eager_only
-def raise_if_missing(group: Group, capacity: int, num_missing: torch.Tensor, what: str) -> None:
+def raise_if_missing(group: Group, num_missing: torch.Tensor, capacity: int, what: str) -> None:
     """Raise ``CapacityExceeded`` if it is known by now that some of ``what`` did not fit."""
-    missing = int(num_missing)
-    if missing > 0:
-        error = CapacityExceeded(
-            f"{missing} of {capacity + missing} {what} did not fit: "
-            f"capacity={capacity} should be at least {capacity + missing}, or left away"
-        )
-        if group.device.type == "cuda":
-            # Ranks get to know at different times: some may have gone on.
-            group.mark_broken(error)
-        raise error
+    if int(num_missing) <= 0:
+        return
+    error = _too_many(capacity, what, int(num_missing))
+    if group.device.type == "cuda":
+        # Ranks get to know at different times: some may have gone on.
+        group.mark_broken(error)
+    raise error
+
+
+def _too_many(capacity: int, what: str, num_missing: int) -> CapacityExceeded:
+    needed = capacity + num_missing
+    return CapacityExceeded(
+        f"{num_missing} of {needed} {what} did not fit: capacity={capacity} should be at least {needed}, or left away"
+    )
 
 
 def check_choices(

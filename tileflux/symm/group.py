@@ -18,6 +18,7 @@ from tileflux.config import CommConfig
 from tileflux.errors import GroupBroken, GroupClosed, PeerTimeout
 from tileflux.symm.base import Copy, FlagWrite, Traits, Transport
 from tileflux.symm.guard import Guard
+from tileflux.symm.late import LateNumbers
 from tileflux.symm.local import LocalTransport, local_transports
 from tileflux.symm.mailbox import HostChannels, Mailbox
 from tileflux.symm.shm import ShmTransport
@@ -65,6 +66,7 @@ class Group:
         transport.agree("group settings", (self.config, self.timeout_s, self.check_calls))
         self.guard = Guard(transport, self._workspace, self.timeout_s)
         self.mailbox = Mailbox(self._workspace, self.rank, self.world_size, self.config)
+        self.late = LateNumbers()
         _groups[self.name] = self
 
     @classmethod
@@ -185,14 +187,15 @@ class Group:
         self._transport.agree(what, value, claims)
 
     def ensure_usable(self) -> None:
-        """Raise if the group is closed, or broken by a timeout that this or an earlier call made known."""
+        """Raise if the group is closed, or broken by what this or an earlier call made known: a timeout, or a number
+        that the GPU has brought since (``late``)."""
         if self._closed:
             raise GroupClosed(f"group {self.name} was closed; make a new one")
         if self._broken is not None:
             reason = str(self._broken) or type(self._broken).__name__
             raise GroupBroken(f"group {self.name} is broken, close it and make a new one: {reason}")
-        if self.guard.alarmed:
-            error = self.guard.error()
+        error = self.guard.error() if self.guard.alarmed else self.late.find()
+        if error is not None:
             self.mark_broken(error)
             raise error
 
@@ -226,12 +229,13 @@ class Group:
         self._last_stream, self._last_handle = current, handle
 
     def synchronize(self) -> None:
-        """Wait for this rank's queued work and raise ``PeerTimeout`` if any of it gave up waiting."""
-        self._wait_for_streams()
+        """Wait for this rank's queued work; raise ``PeerTimeout`` if any of it gave up waiting, and
+        ``CapacityExceeded`` if rows of it did not fit."""
+        self.wait()
         self.ensure_usable()
 
-    def _wait_for_streams(self) -> None:
-        """Every stream this rank's work may be on: the caller's, that of the last call, a virtual rank's own."""
+    def wait(self) -> None:
+        """For every stream this rank's work may be on: the caller's, that of the last call, a virtual rank's own."""
         if self.device.type == "cuda":
             for stream in (torch.cuda.current_stream(self.device), self._last_stream, self.stream):
                 if stream is not None:
@@ -252,10 +256,10 @@ class Group:
         _groups.pop(self.name, None)
         if self.device.type == "cuda":
             # Kernels in flight still use the memory; their waits have deadlines, so this ends.
-            self._wait_for_streams()
+            self.wait()
             orderly = orderly and not self.guard.alarmed
         self.__dict__.pop("channels", None)
-        del self.guard, self.mailbox
+        del self.guard, self.mailbox, self.late
         self._workspace.close()
         self._transport.close(orderly=orderly)
 
