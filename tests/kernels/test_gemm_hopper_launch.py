@@ -44,8 +44,9 @@ def test_it_takes_what_it_is_for(role: Any) -> None:
     for tile in TILES:
         assert why_not_hopper(operands(), role, hopper_config(*tile)) is None
     assert why_not_hopper(operands(torch.float16), role, hopper_config(128, 256)) is None
-    fp8 = operands(torch.float8_e4m3fn)
-    assert why_not_hopper(fp8, role, hopper_config(128, 128, torch.float8_e4m3fn)) is None
+    for scale_x in (None, torch.ones(()), torch.ones(512)):
+        fp8 = operands(torch.float8_e4m3fn, scale_x=scale_x)
+        assert why_not_hopper(fp8, role, hopper_config(128, 128, torch.float8_e4m3fn)) is None
 
 
 @pytest.mark.parametrize(
@@ -73,11 +74,6 @@ def test_it_takes_what_it_is_for(role: Any) -> None:
         (operands(activation="gelu"), hopper_config(128, 256), ARRIVING),
         (operands(activation="gelu", groups=groups()), hopper_config(128, 256), PLAIN),
         (operands(groups=groups(picks_rows=True)), hopper_config(128, 256), PLAIN),
-        (
-            operands(torch.float8_e4m3fn, scale_x=torch.ones(512)),
-            hopper_config(128, 128, torch.float8_e4m3fn),
-            ARRIVING,
-        ),
     ],
 )
 def test_the_rest_is_left_to_the_other_loop(given: Operands, config: GemmConfig, role: Any) -> None:

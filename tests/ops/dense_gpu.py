@@ -50,6 +50,8 @@ class Problem:
     case: DenseCase
     strategies: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
+    falls_back: bool = False
+    """Whether Hopper's loop, asked for, leaves it to Triton's: misaligned, or programs must fetch their tiles."""
 
     def exact(self, rank: int) -> torch.Tensor:
         """What ``rank`` should get. Once for all strategies and virtual ranks: it takes longer than the call."""
@@ -82,19 +84,35 @@ def _problems(world_size: int, dtype: torch.dtype, hopper: bool) -> Iterator[Pro
     apart = {"config": dataclasses.replace(tiles(dtype, hopper), sums_apart=True)}
     even, odd, tiny = (96 * world_size, 64 * world_size, 64), (300, 200, 136), (13, 17 * world_size, 7)
     yield Problem("ag_gemm", ag_case(world_size, even, dtype, 0, **same), STRATEGIES, small)
-    yield Problem("ag_gemm", ag_case(world_size, odd, dtype, 1, ragged=True, **same), STRATEGIES, small)
-    yield Problem("ag_gemm", ag_case(world_size, tiny, dtype, 2, **same), ("fused",), small)
+    misfit = hopper and odd[2] * dtype.itemsize % 16 != 0
+    yield Problem("ag_gemm", ag_case(world_size, odd, dtype, 1, ragged=True, **same), STRATEGIES, small, misfit)
+    yield Problem("ag_gemm", ag_case(world_size, tiny, dtype, 2, **same), ("fused",), small, hopper)
     whole = (120 * world_size, 128, 64 * world_size)
     yield Problem("gemm_rs", rs_case(world_size, whole, dtype, 3, **same), STRATEGIES, small)
     yield Problem("gemm_rs", rs_case(world_size, whole, dtype, 7, **same), ("fused",), apart)
     odd, tiny = (301, 130, 72 * world_size + 8), (5, 9, 3 * world_size)
-    yield Problem("gemm_rs", rs_case(world_size, odd, dtype, 4, ragged=True, **same), STRATEGIES, small)
-    yield Problem("gemm_rs", rs_case(world_size, odd, dtype, 8, ragged=True, **same), ("fused",), apart)
-    yield Problem("gemm_rs", rs_case(world_size, tiny, dtype, 5, **same), ("fused",), small)
+    yield Problem("gemm_rs", rs_case(world_size, odd, dtype, 4, ragged=True, **same), STRATEGIES, small, hopper)
+    yield Problem("gemm_rs", rs_case(world_size, odd, dtype, 8, ragged=True, **same), ("fused",), apart, hopper)
+    yield Problem("gemm_rs", rs_case(world_size, tiny, dtype, 5, **same), ("fused",), small, hopper)
+    if hopper:
+        yield from _aligned(world_size, dtype, same, small, apart)
     for algorithm in ("one_shot", "two_shot"):
         usable = ("fused", "sequential") if algorithm == "one_shot" else STRATEGIES
         case = rs_case(world_size, (40, 128, 64 * world_size), dtype, 6, **same)
-        yield Problem("gemm_ar", case, usable, {**small, "algorithm": algorithm})
+        yield Problem("gemm_ar", case, usable, {**small, "algorithm": algorithm}, hopper and algorithm == "one_shot")
+
+
+def _aligned(
+    world_size: int, dtype: torch.dtype, same: dict[str, Any], small: dict[str, Any], apart: dict[str, Any]
+) -> Iterator[Problem]:
+    """Odd in rows and columns, but rows begin at multiples of 16 bytes, as TMA wants them: so they stay on Hopper's."""
+    odd, tiny = (301, 203 * world_size, 144), (13, 17 * world_size, 16)
+    yield Problem("ag_gemm", ag_case(world_size, odd, dtype, 9, ragged=True, **same), STRATEGIES, small)
+    yield Problem("ag_gemm", ag_case(world_size, tiny, dtype, 10, **same), ("fused",), small)
+    odd, tiny = (301, 131, 80 * world_size), (5, 9, 16 * world_size)
+    yield Problem("gemm_rs", rs_case(world_size, odd, dtype, 11, ragged=True, **same), STRATEGIES, small)
+    yield Problem("gemm_rs", rs_case(world_size, odd, dtype, 12, ragged=True, **same), ("fused",), apart)
+    yield Problem("gemm_rs", rs_case(world_size, tiny, dtype, 13, **same), ("fused",), small)
 
 
 def activations(world_size: int) -> Iterator[Problem]:

@@ -84,7 +84,7 @@ def drawn_case(
 ) -> EpCase:
     """A problem of this type, with everything else drawn. All ranks draw alike."""
     sizes = [draws.choice((0, 1, tokens // 2, tokens)) for _ in range(world_size)]
-    num_experts, top_k = world_size * draws.randrange(1, 5), top_k or draws.choice((1, 2, 3, 8))
+    num_experts, top_k = world_size * draws.randrange(1, 5), top_k or draws.choice((1, 2, 3, 5, 8))
     kind = kind or draws.choice(ROUTING_KINDS)
     routing = moe_routing(sizes, num_experts, top_k, draws.randrange(2**32), ep_size=world_size, kind=kind)
     numbers = torch.Generator().manual_seed(draws.randrange(2**32))

@@ -45,7 +45,8 @@ def drawn_case(world_size: int, dtype: torch.dtype, draws: random.Random, tokens
     """A problem of this type, with everything else drawn. All ranks draw alike."""
     sizes = [draws.choice((0, 1, tokens // 2, tokens)) for _ in range(world_size)]
     ep_size = draws.choice([size for size in range(1, world_size + 1) if world_size % size == 0])
-    num_experts, top_k, kind = ep_size * draws.randrange(1, 5), draws.randrange(1, 4), draws.choice(ROUTING_KINDS)
+    num_experts, top_k = ep_size * draws.randrange(1, 5), draws.choice((1, 2, 3, 5, 8))
+    kind = draws.choice(ROUTING_KINDS)
     routing = moe_routing(sizes, num_experts, top_k, draws.randrange(2**32), ep_size=ep_size, kind=kind)
     is_scaled = dtype in SCALED_DTYPES
     options: dict[str, Any] = {

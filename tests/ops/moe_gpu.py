@@ -26,19 +26,22 @@ from .dense_gpu import gpu
 
 SMALL = GemmConfig(64, 64, 64, num_warps=4, num_stages=2, num_feeders=2, num_chunks=2)
 AG_STRATEGIES = ("fused", "sequential", "pipelined")
+TOP_KS = (1, 2, 3, 5, 8)
 RS_STRATEGIES = ("fused", "summed apart", "sequential", "pipelined")
 """Of ``moe_gemm_rs``; fused with the sums of ranks in the same launch, or in one of their own."""
 
 
 def layers(world_size: int, dtype: torch.dtype) -> Iterator[tuple[MoeCase, MoeCase]]:
-    """Both products of a layer, of every kind of routing: uneven and no tokens, many choices, TP, EP and both."""
-    draws = random.Random(3)
+    """Both products of a layer, of every kind of routing: uneven and no tokens, TP, EP and both.
+
+    Every world has every number of choices; which kind of routing has which differs between worlds.
+    """
+    draws, shift = random.Random(3), world_size.bit_length()
     for number, kind in enumerate(ROUTING_KINDS):
         ep_size = (1, 2, world_size)[number % 3]
         sizes = [draws.choice((0, 17, 64, 130)) for _ in range(world_size)]
-        routing = moe_routing(
-            sizes, 4 * ep_size, draws.choice((1, 2, 3, 5, 8)), draws.randrange(2**32), ep_size=ep_size, kind=kind
-        )
+        top_k = TOP_KS[(number + shift) % len(TOP_KS)]
+        routing = moe_routing(sizes, 4 * ep_size, top_k, draws.randrange(2**32), ep_size=ep_size, kind=kind)
         scales: Any = "channel" if dtype.itemsize == 1 else "none"
         hidden, ffn = (64, 48 * routing.tp_size) if number % 2 else (136, 72 * routing.tp_size)
         seed = draws.randrange(2**32)

@@ -351,6 +351,13 @@ def _refusals(group: Group) -> None:
     for name in ("bias", "scale_weight", "out"):
         with pytest.raises(ValueError, match=f"ag_gemm: weight is a sequence, so {name} should be a list too, not Ten"):
             tileflux.ag_gemm(small[0], [small[1]] * 5, group=group, **{name: bias})
+    whole = torch.zeros(8, 5)
+    for outs in ([whole[:4]] * 2, [whole[:4], whole[3:7]]):
+        with pytest.raises(ValueError, match=r"ag_gemm: out\[0\] and out\[1\] overlap; give them separate memory"):
+            tileflux.ag_gemm(x, [weight, weight], group=group, out=outs)
+    assert whole.abs().sum() == 0, "nothing was written"
+    tileflux.ag_gemm(x, [weight, weight], group=group, out=[whole[:4], whole[4:]])
+    assert_close(whole, torch.full((8, 5), 3.0), reduction=0)
     with pytest.raises(ValueError, match=r"ag_gemm: x has 4 rows but sizes\[0\] is 3"):
         tileflux.ag_gemm(x, weight, group=group, sizes=[3])
     with pytest.raises(ValueError, match=r"ag_gemm: sizes=\[4, 4\] has 2 entries for 1 ranks"):

@@ -293,6 +293,7 @@ def test_refusals() -> None:
         (r"out should be contiguous \(4, 5\) torch.float32 on cpu", {"out": torch.ones(3, 5)}),
         ("there is no gradient through products of torch.int8", {**small, "scale_h": torch.ones(()).requires_grad_()}),
         ("there is no gradient through products of torch.int8", {**small, "routing": gated}),
+        ("out= records no gradient", {"routing": gated, "out": torch.ones(4, 5)}),
     ):
         arguments: dict[str, Any] = {"h": h, "weight": weight, "routing": routing} | given
         with pytest.raises(ValueError, match=f"moe_gemm_rs: {message}"):

@@ -219,3 +219,14 @@ def test_refusals() -> None:
                 ValueError, match="what moe_ag_gemm does depends on num_experts and top_k, both at least"
             ):
                 explain("moe_ag_gemm", 1, 1, 1, group=group, **given)  # type: ignore[arg-type]
+
+
+def test_sums_for_everybody_are_those_of_their_owners_gathered() -> None:
+    (group,) = tileflux.local_groups(1)
+    experts: dict[str, Any] = {"group": group, "num_experts": 8, "top_k": 2, "dtype": torch.float16}
+    first, told = (explain(op, 64, 96, 40, **experts) for op in ("moe_gemm_rs", "moe_gemm_ar"))
+    assert str(told) == str(first).replace("moe_gemm_rs", "moe_gemm_ar").replace(
+        f"{first.reason}.", f"{first.reason}; then each rank's tokens are gathered."
+    )
+    assert told.config == first.config and told.symmetric_bytes == first.symmetric_bytes
+    group.close()

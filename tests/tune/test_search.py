@@ -171,6 +171,35 @@ def test_what_cannot_run_does_not_win() -> None:
     assert Bench({candidate: math.inf for candidate in ALL}).search(ALL) is None
 
 
+@pytest.mark.parametrize("num_rounds", [0, 4, 5, 10, 24])
+def test_what_ran_before_all_failed_wins_over_what_never_ran(num_rounds: int) -> None:
+    """After so many rounds of the stages nothing runs any more. They have 5, 5 and 15."""
+    tried = [FUSED[0], *ALL[:2], FUSED[1]]
+    bench = Bench({FUSED[0]: math.inf, ALL[0]: 1.0, ALL[1]: 2.0, FUSED[1]: 1.5})
+    num_first = 3 * len(tried)
+
+    def time_once(candidate: Candidate) -> float:
+        took = bench.time_once(candidate)
+        return math.inf if len(bench.order) > num_first + 3 * num_rounds else took
+
+    outcome = search(tried, time_once, list, budget_s=1e9, clock=lambda: bench.now, keep=(FUSED[0],))
+    assert outcome is not None and outcome.winner == ALL[0]
+    assert outcome.seconds == {ALL[0]: 1.0, ALL[1]: 2.0, FUSED[1]: 1.5}
+
+
+def test_a_strategy_that_fails_late_has_no_time() -> None:
+    """What is kept of a search must not have a time that is infinite."""
+    bench = Bench({ALL[0]: 1.0, FUSED[0]: 0.5})
+
+    def time_once(candidate: Candidate) -> float:
+        took = bench.time_once(candidate)
+        return math.inf if candidate == FUSED[0] and len(bench.order) > 20 else took
+
+    outcome = search([ALL[0], FUSED[0]], time_once, list, budget_s=1e9, clock=lambda: bench.now)
+    assert outcome is not None and outcome.winner == ALL[0]
+    assert outcome.best() == {"sequential": 1.0}
+
+
 def test_the_best_of_each_strategy_is_refined() -> None:
     asked: list[Candidate] = []
     better = make(99)

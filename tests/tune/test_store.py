@@ -246,6 +246,30 @@ def test_a_wrong_entry_is_told_and_left_out(wrong: Any, tmp_path: Path, caplog: 
     assert "some.json: 1 entries are left out; the first: entry 0: " in message
 
 
+def test_entries_of_another_version_stay_as_they_were_written(tmp_path: Path) -> None:
+    file = tmp_path / "ag_gemm.json"
+    later = [
+        changed("config", "a_later_field", value=1),
+        changed("problem", "a_later_field", value=1),  # of what, nobody can tell
+        changed("seconds", value="in another way"),
+        changed("a_later_field", value=1),  # this one can be read
+        changed("config", "streams", value=False),  # and this one, of an older version
+        changed("problem", "m", value=0),
+        3,
+        {},
+    ]
+    file.write_text(as_file(*later))
+    new = make_entry(m=64 * 4096)
+    save(str(tmp_path), [new])
+    assert json.loads(file.read_text())["entries"] == [*later, dataclasses.asdict(new)]
+    # One that was measured anew is replaced, whether or not it could be read.
+    again = make_entry("pipelined")
+    save(str(tmp_path), [again])
+    kept = [later[1], *later[5:], dataclasses.asdict(new), dataclasses.asdict(again)]
+    assert json.loads(file.read_text())["entries"] == kept
+    assert load(str(tmp_path)) == (new, again)
+
+
 def test_an_entry_of_an_older_version_is_read_where_it_cut_no_tiles_along_k(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -27,6 +27,7 @@ from tileflux.lang.policy import count_settled, settling_counter
 from tileflux.lang.signal import clock_ns
 from tileflux.lang.tiles import cut, feed_rows, leave_launch, locate, num_steps_of
 from tileflux.lang.trace import note_tile
+from tileflux.lang.turn import SCALES, data
 
 __all__ = ["NUMBERS"]
 
@@ -177,7 +178,9 @@ def _consume(
             if SPEC.records:
                 computed = clock_ns()
             column = n * SPEC.block_n
-            value = _epilogue(total, first_row + row, first_row + end_row, column, N, expert * N, factors, SPEC)
+            scale_a, a_row = _scales_of(factors[1], table, owner, parts[0], first_row, row, SPEC)
+            scales = (factors[0], scale_a, factors[2])
+            value = _epilogue(total, a_row, a_row + end_row - row, column, N, expert * N, scales, SPEC)
             number = (chunk * parts[3] + m) * parts[4] + n
             place = (owner, first_row, row, column, end_row, N, number, turn)
             FINISH(value, target, place, table, SPEC)
@@ -244,6 +247,21 @@ def _steps(parts, SPEC: gl.constexpr):
     if step < 0:
         step = num_steps
     return step, gl.num_programs(0) - SPEC.num_feeders, num_steps
+
+
+@gluon.jit
+def _scales_of(scale_a, table, owner, rank, first_row, row, SPEC: gl.constexpr):
+    """(address of the scales, row) of a tile's rows: own ones in place, others as they arrived.
+
+    Who waited for these is the producer; what it has seen is seen here too, behind the ring's barriers.
+    """
+    a_row = first_row + row
+    if SPEC.gathers and SPEC.scale_a == "channel":
+        if owner == rank:
+            a_row = row
+        else:
+            scale_a = data(table, rank, SPEC.world_size) + tl.load(table + SCALES)
+    return scale_a, a_row
 
 
 @gluon.jit

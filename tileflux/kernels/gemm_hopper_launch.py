@@ -107,8 +107,6 @@ def why_not_hopper(operands: Operands, role: Role, config: GemmConfig) -> str | 
     is_tight = role.awaits_rows or operands.groups is not None
     if accumulators == _MAX_ACCUMULATORS and operands.activation == "gelu" and is_tight:
         return f"{tile} and gelu leave it too few registers"
-    if role.gathers and operands.scale_x is not None and operands.scale_x.dim():
-        return "scales of gathered rows come in another place than one's own"
     if x.dtype in _FP8 and weight.dtype in _FP8:
         # One stage's products are added up apart: twice the registers. WGMMA reads fp8 along K alone.
         # And bf16 keeps 8 bits of the result, and does not notice the 14 that products are added with; others would.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,6 +15,7 @@ __all__ = [
     "REDUCIBLE",
     "as_bytes",
     "begin",
+    "check_apart",
     "check_out",
     "check_reducible",
     "check_sizes",
@@ -62,9 +64,9 @@ def check_out(
 ) -> torch.Tensor:
     """The tensor to fill: ``out`` if it fits, else a new one.
 
-    Bytes that ``out`` shares with the input ``like`` must lie ``own_place`` bytes into ``out``, where they belong
-    anyway; anywhere else they would be overwritten before they are sent. ``dtype`` is that of ``like`` unless given;
-    ``others`` are further inputs.
+    Bytes that ``out`` shares with the input ``like`` must lie ``own_place`` bytes into ``out``, in one piece, where
+    they belong anyway; anywhere else they would be overwritten before they are sent. ``dtype`` is that of ``like``
+    unless given; ``others`` are further inputs.
     """
     dtype = dtype or like.dtype
     if out is None:
@@ -82,14 +84,35 @@ def check_out(
             f"{op}: out should be contiguous {shape} {dtype} on {like.device}, "
             f"not {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}"
         )
-    place, end = out.data_ptr(), out.data_ptr() + out.nbytes
+    place = out.data_ptr()
+    end = place + out.nbytes
     for tensor in inputs:
         begin = tensor.data_ptr()
-        overlap = begin < end and place < begin + tensor.nbytes and tensor.is_contiguous()
-        if overlap and (tensor is not like or begin - place != own_place):
-            raise ValueError(f"{op}: out overlaps the input; give them separate memory")
+        if begin < end and place < begin + _extent(tensor):
+            is_in_place = tensor is like and begin - place == own_place and tensor.is_contiguous()
+            if not is_in_place:
+                raise ValueError(f"{op}: out overlaps the input; give them separate memory")
     torch.autograd.graph.increment_version(out)  # kernels write behind autograd's back
     return out
+
+
+def check_apart(op: str, outs: Sequence[torch.Tensor]) -> None:
+    """Refuse results that share memory: of two that are written to the same place, one would be lost."""
+    places = sorted((out.data_ptr(), _extent(out), number) for number, out in enumerate(outs))
+    for (begin, extent, first), (later, _, second) in itertools.pairwise(places):
+        if later < begin + extent:
+            pair = sorted((first, second))
+            raise ValueError(f"{op}: out[{pair[0]}] and out[{pair[1]}] overlap; give them separate memory")
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to behind the last one; what lies between elements counts as theirs."""
+    if tensor.is_contiguous():  # also whatever has no elements
+        return tensor.nbytes
+    last = 0
+    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * step
+    return (last + 1) * tensor.itemsize
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

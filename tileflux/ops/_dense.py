@@ -146,10 +146,10 @@ def call_again(
     again = None if known is None else known.again
     if again is None:
         return None
-    x, weight, bias, *_ = tensors
+    x, weight, *_ = tensors
     if (group is not None and group.check_calls) or not again.fits(x, weight, out):
         return None
-    result = check_out(op, out, again.shape, x, dtype=again.dtype, others=(weight, bias))
+    result = check_out(op, out, again.shape, x, dtype=again.dtype, others=tensors[1:])
     if group is None:
         again.launch(None, tensors, result)
         return result
@@ -286,6 +286,16 @@ def _row_major(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
 
 
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """As memory has it: what is negated when it is read would come to a kernel with the wrong sign.
+
+    The dispatcher sees to that, too, but a call with ``out=`` does not pass it.
+    """
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def refuse_gradient(op: str, x: torch.Tensor, activation: str | None, *others: torch.Tensor | float | None) -> None:
     """Refuse a call whose result would silently have no gradient."""
     why = f"activation={activation!r}" if activation else "" if x.dtype in FLOATS else f"products of {x.dtype}"
@@ -342,16 +352,15 @@ def config_from(text: str) -> GemmConfig | None:
 def make_operands(
     inputs: Inputs, out: torch.Tensor, activation: str = "", adds_bias: bool = True, groups: Groups | None = None
 ) -> Operands:
-    """Operands as kernels want them: contiguous rows and vectors, nothing that requires a gradient."""
+    """Operands as kernels want them: contiguous rows and vectors, nothing to negate or that requires a gradient."""
     x, weight, bias, scale_x, scale_weight = inputs
-    x = _row_major(x)
     return Operands(
-        x.detach() if x.requires_grad else x,
-        weight.detach() if weight.requires_grad else weight,
+        _plain(_row_major(x)),
+        _plain(weight),
         out,
-        bias=None if bias is None else bias.detach().contiguous(),
-        scale_x=None if scale_x is None else scale_x.contiguous(),
-        scale_weight=None if scale_weight is None else scale_weight.contiguous(),
+        bias=None if bias is None else _plain(bias).contiguous(),
+        scale_x=None if scale_x is None else _plain(scale_x).contiguous(),
+        scale_weight=None if scale_weight is None else _plain(scale_weight).contiguous(),
         activation=activation or None,
         adds_bias=adds_bias,
         groups=groups,

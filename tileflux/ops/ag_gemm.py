@@ -25,7 +25,7 @@ from tileflux.kernels.dense import run_gather
 from tileflux.kernels.library import multiply_tiles
 from tileflux.kernels.prepared import Kept
 from tileflux.ops import _dense
-from tileflux.ops._call import begin, check_out, check_sizes, dense, guarded
+from tileflux.ops._call import begin, check_apart, check_out, check_sizes, dense, guarded
 from tileflux.ops._library import eager_only, register
 from tileflux.ops.all_gather import all_gather_reference
 from tileflux.ops.gemm import gemm_reference
@@ -188,10 +188,12 @@ def _multiply(
     given = inputs.part(0)
     x, scale_x = inputs.x, inputs.scale_x
     num_rows, depth = problem.m, problem.k
-    results, others = [], (*inputs.weights, *inputs.biases)
+    results, others = [], (*inputs.weights, *inputs.biases, scale_x, *inputs.scale_weights)
     for i in range(len(inputs.weights)):
         shape = (num_rows, inputs.num_columns(i))
         results.append(check_out("ag_gemm", outs[i] if outs else None, shape, x, dtype=kind, others=others))
+    if len(outs) > 1:
+        check_apart("ag_gemm", outs)
     gathered = x.new_empty((num_rows, depth)) if return_gathered else None
     same = (rows, depth, x.dtype, choice.strategy, choice.config.num_chunks, scale_x is None, return_gathered)
     begin("ag_gemm", group, same)

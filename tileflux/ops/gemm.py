@@ -97,8 +97,7 @@ def _decide(
 
 def _multiply(inputs: _dense.Inputs, activation: str, known: _dense.Known, out: torch.Tensor | None) -> torch.Tensor:
     x, (problem, choice, kind) = inputs.x, known.decided
-    others = (inputs.weight, inputs.bias)
-    out = check_out("gemm", out, (problem.m, problem.n), x, dtype=kind, others=others)
+    out = check_out("gemm", out, (problem.m, problem.n), x, dtype=kind, others=inputs[1:])
     operands = _dense.make_operands(inputs, out, activation)
     with torch.cuda.device(x.device if x.is_cuda else -1):
         launch = multiply_tiles(operands, choice.config)

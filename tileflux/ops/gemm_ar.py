@@ -122,10 +122,10 @@ def _decide(
 
 
 def _multiply(inputs: _dense.Inputs, group: Group, known: _dense.Known, out: torch.Tensor | None) -> torch.Tensor:
-    x, weight, bias, *_ = inputs
+    x, _, bias, *_ = inputs
     problem, choice, kind = known.decided
     num_rows, num_columns = problem.m, problem.n
-    out = check_out("gemm_ar", out, (num_rows, num_columns), x, dtype=kind, others=(weight, bias))
+    out = check_out("gemm_ar", out, (num_rows, num_columns), x, dtype=kind, others=inputs[1:])
     tile = (choice.config.block_m, choice.config.block_n, choice.config.num_chunks)
     same = (num_rows, num_columns, x.dtype, kind, choice.strategy, choice.algorithm, tile, bias is None)
     begin("gemm_ar", group, same)

@@ -112,10 +112,10 @@ def _decide(
 
 
 def _multiply(inputs: _dense.Inputs, group: Group, known: _dense.Known, out: torch.Tensor | None) -> torch.Tensor:
-    x, weight, bias, *_ = inputs
+    x, _, bias, *_ = inputs
     (problem, choice, kind), rows = known.decided, known.rows
     num_columns = problem.n
-    out = check_out("gemm_rs", out, (rows[group.rank], num_columns), x, dtype=kind, others=(weight, bias))
+    out = check_out("gemm_rs", out, (rows[group.rank], num_columns), x, dtype=kind, others=inputs[1:])
     tile = (choice.config.block_m, choice.config.block_n, choice.config.num_chunks)
     begin("gemm_rs", group, (rows, num_columns, x.dtype, kind, choice.strategy, tile, bias is None))
     if 0 not in (problem.m, num_columns):

@@ -86,13 +86,14 @@ def _run(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     num_rows, num_columns = x.shape[0], _moe.num_columns(weight, activation)
-    out = check_out("grouped_gemm", out, (num_rows, num_columns), x, dtype=out_dtype, others=(weight, bias))
+    others = (weight, counts, bias, scale_x, scale_weight)
+    out = check_out("grouped_gemm", out, (num_rows, num_columns), x, dtype=out_dtype, others=others)
     rows = _moe.rows_for_tiles(num_rows, weight.shape[0])
     problem = problem_for("gemm", rows, num_columns, x.shape[1], x.dtype, x.device, None, activation)
     tiles = _dense.choose(problem, "auto", _dense.config_from(config)).config
     with torch.cuda.device(x.device if x.is_cuda else -1):
         if out.numel():
-            groups = cut_counts(counts, num_rows, tiles.block_m)
+            groups = cut_counts(counts.resolve_neg(), num_rows, tiles.block_m)
             experts = _dense.Inputs(x, weight, bias, scale_x, scale_weight)
             multiply_tiles(_moe.grouped_operands(experts, out, groups, activation), tiles)
     return out

@@ -27,7 +27,7 @@ from tileflux.kernels.dense import run_gather
 from tileflux.kernels.groups import Groups, sum_choices
 from tileflux.kernels.library import multiply_tiles
 from tileflux.ops import _dense, _moe
-from tileflux.ops._call import begin, check_out, dense, guarded
+from tileflux.ops._call import begin, check_apart, check_out, dense, guarded
 from tileflux.ops._library import eager_only, register
 from tileflux.ops.all_gather import all_gather_reference
 from tileflux.ops.grouped_gemm import grouped_gemm_reference
@@ -121,11 +121,12 @@ def _run(
     outs: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     group, num_tokens, depth = group_by_name(group_name), sum(rows), x.shape[1]
-    others, results = (*weights, *biases), []
+    others, results = (*weights, *biases, scale_x, *scale_weights), []
     for number, weight in enumerate(weights):
         shape = (capacity, _moe.num_columns(weight, activation))
         given = outs[number] if outs else None
         results.append(check_out("moe_ag_gemm", given, shape, x, dtype=out_dtype, others=others))
+    check_apart("moe_ag_gemm", outs or [])
     gathered = x.new_empty((num_tokens, depth)) if return_gathered else None
     widest = max(result.shape[1] for result in results)
     problem = problem_for("moe_ag_gemm", num_tokens, widest, depth, x.dtype, x.device, group, activation)

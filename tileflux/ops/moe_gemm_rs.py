@@ -109,7 +109,8 @@ def _run(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     group, num_tokens, num_columns = group_by_name(group_name), sum(rows), weight.shape[1]
-    out = check_out("moe_gemm_rs", out, (rows[group.rank], num_columns), h, dtype=out_dtype, others=(weight,))
+    others = (weight, own_weights, scale_h, scale_weight)
+    out = check_out("moe_gemm_rs", out, (rows[group.rank], num_columns), h, dtype=out_dtype, others=others)
     problem = problem_for("moe_gemm_rs", num_tokens, num_columns, h.shape[1], h.dtype, h.device, group)
     choice = _dense.choose(problem, strategy, _dense.config_from(config))
     tiles = slab_tiles(choice.config, config, block_m, problem, choice.strategy, capacity, len(weight))

@@ -13,8 +13,8 @@ from tileflux.tune.lookup import Choice, grouped_tiles, lookup, once_routed, pro
 
 __all__ = ["Explanation", "explain"]
 
-OPS = ("ag_gemm", "gemm_ar", "gemm_rs", "moe_ag_gemm", "moe_gemm_rs")
-_WITH_EXPERTS = ("moe_ag_gemm", "moe_gemm_rs")
+OPS = ("ag_gemm", "gemm_ar", "gemm_rs", "moe_ag_gemm", "moe_gemm_ar", "moe_gemm_rs")
+_WITH_EXPERTS = ("moe_ag_gemm", "moe_gemm_ar", "moe_gemm_rs")
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,12 @@ def explain(
     if min(m, n, k) < 0:
         raise ValueError(f"explain: m={m}, n={n} and k={k} should be at least 0")
     _check_experts(op, num_experts, top_k)
+    if op == "moe_gemm_ar":
+        first = explain(
+            "moe_gemm_rs", m, n, k,
+            group=group, dtype=dtype, out_dtype=out_dtype, num_experts=num_experts, top_k=top_k,
+        )  # fmt: skip
+        return dataclasses.replace(first, op=op, reason=f"{first.reason}; then each rank's tokens are gathered")
     problem = problem_for(op, m, n, k, dtype, group.device, group, activation)
     choice = lookup(problem)
     config = choice.config

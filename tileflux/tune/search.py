@@ -63,7 +63,7 @@ class Outcome:
 
     winner: Candidate
     seconds: Mapping[Candidate, float]
-    """Of those that were there to the end, median of the last rounds, in which they took turns."""
+    """Of those that ran to the end, median of the last rounds in which they took turns; never infinite."""
     num_tried: int
     num_left_out: int
     """For want of time."""
@@ -250,9 +250,11 @@ def search(
         staying = _staying(seconds, num_kept, keep)
         rounds = _take_turns(staying, time_once, num_rounds)
         *rounds, elapsed = agree_max([*rounds, clock() - start])
-        seconds = {
-            candidate: statistics.median(rounds[index :: len(staying)]) for index, candidate in enumerate(staying)
-        }
+        medians = [statistics.median(rounds[index :: len(staying)]) for index in range(len(staying))]
+        ran = {candidate: took for candidate, took in zip(staying, medians, strict=True) if took < math.inf}
+        if not ran:
+            break  # of what no longer runs at all, the times from when it did are all there is
+        seconds = ran
         if elapsed > budget_s:
             break
     best = min(seconds.values())

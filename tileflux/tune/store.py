@@ -50,6 +50,7 @@ _ALIKE = ("op", "world_size", "dtype", "arch", "num_sms", "gpu", "link")
 _SHARED = {"ag_gemm": ("k",), "gemm_rs": ("n",), "gemm_ar": ("n",), "gemm": ("n", "k")}
 _UNSHARED = {"ag_gemm": "n", "gemm_rs": "k", "gemm_ar": "k"}
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "bool": (bool,), "int | None": (int, type(None))}
+_UNREADABLE = (KeyError, TypeError, ValueError, AttributeError)
 _log = logging.getLogger("tileflux")
 
 _Fields = TypeVar("_Fields", GemmConfig, GemmProblem)
@@ -196,17 +197,22 @@ def _files(folder: str) -> list[Path]:
 
 def _read(file: Path) -> tuple[list[Entry], list[str]]:
     """The entries of a file, and what is wrong with the others; ``ValueError`` if there is no telling."""
+    entries, problems = [], []
+    for number, each in enumerate(_as_written(file)):
+        try:
+            entries.append(_entry(each))
+        except _UNREADABLE as error:
+            problems.append(f"entry {number}: {type(error).__name__} {error}")
+    return entries, problems
+
+
+def _as_written(file: Path) -> list[Any]:
+    """The entries of a file as JSON, also those that cannot be read; ``ValueError`` if it is no such file."""
     whole = json.loads(file.read_text())  # its errors, and those of decoding, are ValueErrors
     version = whole.get("version") if isinstance(whole, dict) else None
     if version != FORMAT or not isinstance(whole.get("entries"), list):
         raise ValueError(f"its version is {version}, and this tileflux reads {FORMAT}")
-    entries, problems = [], []
-    for number, each in enumerate(whole["entries"]):
-        try:
-            entries.append(_entry(each))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            problems.append(f"entry {number}: {type(error).__name__} {error}")
-    return entries, problems
+    return list(whole["entries"])
 
 
 def _entry(given: Any) -> Entry:
@@ -248,7 +254,8 @@ def check_writable(folder: str) -> None:
 def save(folder: str, entries: Sequence[Entry]) -> list[Path]:
     """Add entries to the folder's file for their op, in place of those of the same key; returns the files.
 
-    A file that this version cannot read is not overwritten: ``ValueError``.
+    What else is in the file stays as it was written, also entries that only another version can read. A file that
+    this version cannot read at all is not overwritten: ``ValueError``.
     """
     check_writable(folder)
     files = []
@@ -257,18 +264,28 @@ def save(folder: str, entries: Sequence[Entry]) -> list[Path]:
             file = Path(folder) / f"{op}.json"
             new = [entry for entry in entries if entry.problem.op == op]
             try:
-                kept = _read(file)[0] if file.exists() else []
+                kept = [(_problem_of(each), each) for each in _as_written(file)] if file.exists() else []
             except ValueError as error:
                 raise ValueError(f"{file} is not a file of entries; move it away: {error}") from None
             for entry in new:  # also of the new ones only the last of a key stays
-                kept = [each for each in kept if not _is_same_key(each.problem, entry.problem)] + [entry]
-            text = json.dumps({"version": FORMAT, "entries": [dataclasses.asdict(each) for each in kept]}, indent=1)
+                kept = [each for each in kept if each[0] is None or not _is_same_key(each[0], entry.problem)]
+                kept.append((entry.problem, dataclasses.asdict(entry)))
+            text = json.dumps({"version": FORMAT, "entries": [written for _, written in kept]}, indent=1)
             # In one step: whoever reads meanwhile finds the old file or the new one.
             whole = file.with_suffix(f".{os.getpid()}.tmp")
             whole.write_text(text + "\n")
             whole.replace(file)
             files.append(file)
     return files
+
+
+def _problem_of(written: Any) -> GemmProblem | None:
+    """What an entry is of, whether or not the rest of it can be read; None if there is no telling."""
+    try:
+        problem = _fields(GemmProblem, written["problem"])
+    except _UNREADABLE:
+        return None
+    return problem if min(problem.m, problem.n, problem.k) >= 1 else None
 
 
 def _is_same_key(first: GemmProblem, second: GemmProblem) -> bool:
