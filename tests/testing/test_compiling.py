@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +20,17 @@ from triton import knobs
 
 from tileflux import ops
 from tileflux.config import GemmConfig, GemmProblem
-from tileflux.kernels import dense, roles, scatter
+from tileflux.kernels import dense, gemm_launch, gemm_shared, roles, scatter
+from tileflux.kernels.gemm_shared import Launch
 from tileflux.kernels.operands import Operands
 from tileflux.testing import compiling, run_ranks
-from tileflux.testing.compiling import Compilers, Variant, variants
+from tileflux.testing.compiling import Compilers, Variant, shipped_variants, variants
 from tileflux.testing.ghost import ghost_group
 from tileflux.testing.ghost_contenders import ghost_task
 from tileflux.testing.hopper_cases import hopper_config
 from tileflux.tune.lookup import problem_for
 from tileflux.tune.search import Candidate, candidates
+from tileflux.tune.store import Entry
 
 ROOT = Path(__file__).parents[2]
 CONFIG = GemmConfig(64, 64, 32, num_warps=4, num_stages=2, num_feeders=8, num_chunks=2)
@@ -140,6 +142,64 @@ def test_who_fetches_tiles_is_compiled_as_one_who_shares_a_gpu(
 ) -> None:
     problem, config = dataclasses.replace(make_problem(), link=link), dataclasses.replace(CONFIG, fetches=fetches)
     assert compiling._variant(problem, config, role, 4, False).shares_gpu is shares
+
+
+def make_entry(problem: GemmProblem, strategy: str = "sequential", algorithm: str = "") -> Entry:
+    return Entry(problem, strategy, algorithm, CONFIG, {strategy: 1.0}, "2026-11-16", {})
+
+
+def test_of_what_is_shipped_each_is_compiled_once_fused_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = make_problem()
+    sharing = dataclasses.replace(apart, link="same GPU", num_sms=32)
+    entries = [
+        make_entry(apart),
+        make_entry(apart, "fused"),
+        make_entry(sharing),
+        make_entry(dataclasses.replace(sharing, op="gemm_ar"), "fused", "one_shot"),
+        make_entry(make_problem("gemm", world_size=1)),
+        make_entry(dataclasses.replace(apart, arch=0)),
+    ]
+    monkeypatch.setattr(compiling, "load_shipped", lambda: tuple(entries))
+    found = [(each.role, each.world_size, each.shares_gpu) for each in shipped_variants()]
+    assert found == [("PLAIN", 1, False), ("ARRIVING", 4, False), ("GATHER", 4, False), ("SPREAD", 4, True)]
+
+
+PLANNED = [
+    *(
+        Variant(role, "bfloat16", CONFIG, 1024, 1024, 4, 32, 90, False)
+        for role in ("GATHER", "ARRIVING", "SEND", "STAGE")
+    ),
+    Variant("GATHER", "bfloat16", CONFIG, 1024, 1024, 4, 8, 90, False),
+    Variant("PLAIN", "bfloat16", CONFIG, 1024, 1024, 1, 0, 90, False),
+    Variant("SPREAD", "bfloat16", CONFIG, 1024, 1024, 4, 32, 90, False, shares_gpu=True),
+    Variant("SEND", "bfloat16", dataclasses.replace(CONFIG, fetches=True), 1024, 1024, 4, 32, 90, False, True),
+    Variant("ARRIVING", "bfloat16", CONFIG, 1024, 1025, 4, 32, 90, False),
+    Variant("ARRIVING", "bfloat16", CONFIG, 1024, 1024, 4, 32, 80, False),
+    *(Variant("STAGE", "bfloat16", hopper_config(128, 256), 1024, depth, 4, 0, 90, False) for depth in (1024, 1025)),
+    Variant("STAGE", "bfloat16", hopper_config(128, 256), 1024, 1024, 4, 0, 100, False),
+    Variant("SPREAD", "bfloat16", hopper_config(64, 128), 1024, 1024, 4, 32, 90, False, shares_gpu=True),
+]
+
+
+@pytest.mark.parametrize("variant", PLANNED, ids=lambda each: f"{each.role} {each.depth} {each.arch}")
+def test_a_plan_is_what_the_launch_decides(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher as in a process that pretends, with neither loop to go on with."""
+    decided: list[tuple[bool, Launch]] = []
+
+    def noting(is_hopper: bool) -> Callable[..., None]:
+        return lambda operands, how, *_, **__: decided.append((is_hopper, how))
+
+    monkeypatch.setattr(gemm_launch, "launch_hopper", noting(True))
+    monkeypatch.setattr(gemm_launch, "_launch_triton", noting(False))
+    monkeypatch.setattr(gemm_launch, "is_hopper", lambda device: variant.arch == 90)
+    monkeypatch.setattr(gemm_launch, "_has_tma", lambda device: variant.arch >= 90)
+    monkeypatch.setattr(gemm_shared, "_is_interpreted", lambda group: False)
+    monkeypatch.setattr(gemm_shared, "sms_for", lambda group: 1024 if group is None else group.traits.num_sms)
+    variant.compile()
+    monkeypatch.undo()
+    plan = variant.plan()
+    assert decided == [(variant.is_for_hopper(), plan)]
+    assert plan.num_feeders == (min(8, variant.num_sms // 2) if variant.role == "GATHER" else 0)
 
 
 LAUNCHED = [

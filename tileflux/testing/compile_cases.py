@@ -2,20 +2,32 @@
 
 World sizes 2 and 8: the smallest that communicates, and the largest whose ranks one node's switch joins. The reducer
 unrolls its ranks, so 8 is also where it would spill first.
+
+What they take of a chip is kept in ``tests/testing/compiled.json``, which a test compares with. To record it anew::
+
+    python -m tileflux.testing.compile_cases --record tests/testing/compiled.json
 """
 
 from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import triton
 
 from tileflux.config import CommConfig
 from tileflux.kernels.gather import BLOCK as GATHERED
 from tileflux.kernels.launch import BLOCK, MAX_REGISTERS, NUM_WARPS
 from tileflux.kernels.steps import SUM_REGISTERS
-from tileflux.testing.compile_gate import CompileCase, Imported
+from tileflux.testing.compile_gate import CompileCase, CompileReport, Imported, assert_clean, run_gate
 from tileflux.testing.gemm_cases import GEMM_CASES
 from tileflux.testing.hopper_cases import HOPPER_CASES
 from tileflux.testing.index_cases import INDEX_CASES
 
-__all__ = ["CASES"]
+__all__ = ["CASES", "changes", "main", "record"]
 
 _CONFIG = CommConfig(num_lanes=32, slot_bytes=64 * 1024)
 _OPTIONS = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS}
@@ -178,3 +190,58 @@ CASES: tuple[CompileCase, ...] = (
     *INDEX_CASES,
 )
 """Every kernel of the library in the specialisations that launchers make."""
+
+
+_HOW = "if that is meant, record it anew: python -m tileflux.testing.compile_cases --record tests/testing/compiled.json"
+
+
+def record(reports: Sequence[CompileReport], file: Path) -> None:
+    """Write down what each compilation takes of a chip, one a line."""
+    lines = [f"  {json.dumps(name)}: {json.dumps(figures)}" for name, figures in sorted(_figures(reports).items())]
+    version, compilations = json.dumps(triton.__version__), ",\n".join(lines)
+    file.write_text(f'{{\n "triton": {version},\n "compilations": {{\n{compilations}\n }}\n}}\n')
+
+
+def changes(reports: Sequence[CompileReport], recorded: Mapping[str, Any]) -> list[str]:
+    """What is not as it was recorded, and last, if there is anything, how to record it anew.
+
+    Spills and shared memory should be the same; of registers there may be fewer. Another Triton has another assembler,
+    so it has figures of its own.
+    """
+    if recorded["triton"] != triton.__version__:
+        return [f"recorded with Triton {recorded['triton']}, and this is Triton {triton.__version__}", _HOW]
+    found, known, now = [], recorded["compilations"], _figures(reports)
+    for name, figures in now.items():
+        if name not in known:
+            found.append(f"{name} is not recorded")
+            continue
+        for what, value in figures.items():
+            before = known[name][what]
+            if value > before or (value != before and what != "registers"):
+                found.append(f"{name}: {what} {value}, recorded {before}")
+    found += [f"{name} is recorded, and there is no such case" for name in known if name not in now]
+    return [*found, _HOW] if found else []
+
+
+def _figures(reports: Sequence[CompileReport]) -> dict[str, dict[str, int | None]]:
+    return {
+        f"{report.case} sm_{report.arch}": {
+            "registers": report.registers, "spilled_bytes": report.stack_bytes, "shared_bytes": report.shared_bytes,
+        }
+        for report in reports
+    }  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compile every case, and record what it takes if none has a problem."""
+    parser = argparse.ArgumentParser(prog="python -m tileflux.testing.compile_cases", description=main.__doc__)
+    parser.add_argument("--record", type=Path, required=True, metavar="FILE", help="written anew")
+    file: Path = parser.parse_args(arguments).record
+    reports = run_gate(CASES)
+    assert_clean(reports)
+    record(reports, file)
+    print(f"{file}: {len(reports)} compilations of {len(CASES)} cases")
+
+
+if __name__ == "__main__":
+    main()

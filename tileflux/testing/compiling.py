@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from tileflux.config import GemmConfig, GemmProblem
 from tileflux.kernels import gemm_hopper_launch, gemm_launch, gemm_shared, prepared, roles
+from tileflux.kernels.gemm_shared import Launch
 from tileflux.kernels.loading import settle_keys
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import split_rows
@@ -36,8 +37,9 @@ from tileflux.kernels.shards import scatter_shards
 from tileflux.symm.group import Group
 from tileflux.testing import _compiling_child
 from tileflux.tune.search import Candidate
+from tileflux.tune.store import load_shipped
 
-__all__ = ["Compilers", "Variant", "pretend", "variants"]
+__all__ = ["Compilers", "Variant", "pretend", "shipped_variants", "variants"]
 
 _GRACE_S = 60.0  # for a compilation that has begun
 _CLOSING_S = 10.0
@@ -67,24 +69,50 @@ class Variant:
 
     def compile(self) -> None:
         """Compile it into Triton's cache, in a process that has called ``pretend``."""
-        role, dtype = getattr(roles, self.role), getattr(torch, self.dtype)
-        x, weight = torch.empty(16, self.depth, dtype=dtype), torch.empty(self.num_columns, self.depth, dtype=dtype)
-        operands = Operands(x, weight, torch.empty(16, self.num_columns, dtype=dtype))
-        group = turn = None
-        if self.world_size > 1:
-            links = ("same GPU",) if self.shares_gpu else ()
-            traits = SimpleNamespace(num_sms=self.num_sms, links=links)
-            stream = object() if self.is_virtual else None
-            group = SimpleNamespace(name="", world_size=self.world_size, traits=traits, stream=stream)
-            if role is not roles.PLAIN:
-                plan = SimpleNamespace(
-                    rows=self.rows, num_chunks=1, chunk_rows=max(self.rows), has_even_slabs=lambda num_columns: True
-                )
-                turn = SimpleNamespace(plan=plan, launches=Kept(), table=torch.zeros(1, dtype=torch.int64))
-        releases = turn is not None and role not in (roles.SEND, roles.STAGE)  # whose calls end with the sum
+        role, group, turn = getattr(roles, self.role), None if self.world_size == 1 else self._group(), self.turn()
         gemm_launch.launch_gemm(
-            operands, role, self.config, group=group, turn=turn, releases=releases, load_only=True  # type: ignore[arg-type]
+            self.operands(), role, self.config, group=group, turn=turn, releases=self._releases(), load_only=True
+        )
+
+    def plan(self) -> Launch:
+        """What is decided about its launch, also in a process that is to launch others."""
+        use_tma = self.arch >= 90 and gemm_launch._fits_tma(self.operands(), self.config)
+        return gemm_launch._plan(
+            self.operands(), getattr(roles, self.role), self.config, self._group(), self.turn(), self._releases(),
+            use_tma, load_only=True,
         )  # fmt: skip
+
+    def is_for_hopper(self) -> bool:
+        """Whether Hopper's own loop runs it."""
+        role, plan = getattr(roles, self.role), self.plan()
+        is_wanted = self.config.hopper and self.arch == 90 and plan.use_tma and not plan.fetches
+        return is_wanted and gemm_hopper_launch.why_not_hopper(self.operands(), role, self.config) is None
+
+    def operands(self) -> Operands:
+        """As far as they matter: of few rows."""
+        dtype = getattr(torch, self.dtype)
+        x, weight = torch.empty(16, self.depth, dtype=dtype), torch.empty(self.num_columns, self.depth, dtype=dtype)
+        return Operands(x, weight, torch.empty(16, self.num_columns, dtype=dtype))
+
+    def turn(self) -> Any:
+        """In the place of a ``Turn``; None for the product alone."""
+        if self.world_size == 1 or getattr(roles, self.role) is roles.PLAIN:
+            return None
+        plan = SimpleNamespace(
+            rows=self.rows, num_chunks=1, chunk_rows=max(self.rows), has_even_slabs=lambda num_columns: True
+        )
+        return SimpleNamespace(plan=plan, launches=Kept(), table=torch.zeros(1, dtype=torch.int64))
+
+    def _group(self) -> Any:
+        traits = SimpleNamespace(num_sms=self.num_sms or 1024, links=("same GPU",) if self.shares_gpu else ())
+        return SimpleNamespace(
+            name="", world_size=self.world_size, traits=traits, stream=object() if self.is_virtual else None,
+            device=torch.device("cuda"),
+        )  # fmt: skip
+
+    def _releases(self) -> bool:
+        is_alone = self.world_size == 1 or self.role == "PLAIN"
+        return not is_alone and self.role not in ("SEND", "STAGE")  # whose calls end with the sum
 
 
 def variants(problem: GemmProblem, candidates: Sequence[Candidate], group: Group) -> list[Variant]:
@@ -102,6 +130,20 @@ def variants(problem: GemmProblem, candidates: Sequence[Candidate], group: Group
             roles.append((_fused_role(problem.op, candidate, group), problem.world_size))
         for role, world_size in roles:
             found.append(_variant(problem, candidate.config, role, world_size, is_virtual and world_size > 1))
+    return list(dict.fromkeys(found))
+
+
+def shipped_variants() -> list[Variant]:
+    """What the entries that come with the package launch of our GEMM, each once.
+
+    The product alone, and fused also where another strategy was quicker: who insists on fused gets the entry's tiles.
+    """
+    found: list[Variant] = []
+    for entry in load_shipped():
+        # Only a GPU of one's own has copies that take no SM, as ``symm/cuda.py`` has it.
+        traits = SimpleNamespace(copies_need_sms=entry.problem.link == "same GPU")
+        group: Any = SimpleNamespace(stream=None, traits=traits)
+        found += variants(entry.problem, [Candidate("fused", entry.algorithm, entry.config)], group)
     return list(dict.fromkeys(found))
 
 

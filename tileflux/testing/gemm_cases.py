@@ -6,12 +6,14 @@ A case names its ``GemmSpec`` as ``tileflux.testing.gemm_cases:SPECS.<name>``: t
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
 
 from tileflux.config import GemmConfig, GemmProblem
 from tileflux.kernels.gemm_launch import MAX_REGISTERS
+from tileflux.kernels.gemm_shared import Launch
 from tileflux.kernels.groups import Groups
 from tileflux.kernels.operands import ELEMENTS, GemmSpec, Operands, Role, make_spec
 from tileflux.kernels.roles import (
@@ -32,14 +34,16 @@ from tileflux.kernels.roles import (
 )
 from tileflux.ops._moe import tiles_for
 from tileflux.testing.compile_gate import ARCHITECTURES, CompileCase, Imported
+from tileflux.testing.compiling import Variant, shipped_variants
 from tileflux.tune.lookup import HEAVY, lookup
 
-__all__ = ["GEMM_CASES", "SPECS"]
+__all__ = ["GEMM_CASES", "SPECS", "identifier", "keep", "name_of", "of_variants"]
 
 SPECS = SimpleNamespace()
 """The specs of all cases, by name."""
 
 _WORLD = 8
+_COLUMNS = 4096
 _SMS = {80: 108, 89: 142, 90: 132, 100: 148}
 _POLICIES = "tileflux.lang.policy"
 _ORDERS = "tileflux.lang.schedule"
@@ -49,11 +53,13 @@ _STAGING = (STAGE, SEND, COMBINE_STAGE, COMBINE_SEND)
 """Roles whose call ends with another launch."""
 
 
-def _config(role: Role, dtype: torch.dtype, arch: int, m: int, activation: str | None, block_m: int) -> GemmConfig:
+def _config(
+    role: Role, dtype: torch.dtype, arch: int, m: int, n: int, activation: str | None, block_m: int
+) -> GemmConfig:
     op = role.name.split(",")[0]
     world_size = 1 if role is PLAIN else _WORLD
     kind, heavy = str(dtype).removeprefix("torch."), activation in HEAVY
-    problem = GemmProblem(op, m, 4096, 4096, world_size, kind, heavy, arch, _SMS[arch])
+    problem = GemmProblem(op, m, n, 4096, world_size, kind, heavy, arch, _SMS[arch])
     config = lookup(problem).config
     return tiles_for(config, "", block_m, problem) if block_m else config
 
@@ -73,55 +79,31 @@ def _operands(dtype: torch.dtype, depth: int, activation: str | None, grouped: s
     )  # fmt: skip
 
 
-def _spec(role: Role, operands: Operands, config: GemmConfig, use_tma: bool, fetches: bool, records: bool) -> GemmSpec:
-    return make_spec(
+def _make(name: str, operands: Operands, how: Launch, arch: int) -> CompileCase:
+    """The case of a launch, whose spec is put where the compiling process finds it."""
+    role, config = how.role, how.config
+    spec = make_spec(
         operands, role, config,
-        world_size=1 if role is PLAIN else _WORLD, num_feeders=config.num_feeders if role.feeds else 0,
-        releases=role not in (*_PLAIN_ENDS, *_STAGING), use_tma=use_tma, fetches=fetches, records=records,
+        world_size=how.world_size, num_feeders=how.num_feeders, releases=how.releases, use_tma=how.use_tma,
+        fetches=how.fetches, records=how.records,
     )  # fmt: skip
-
-
-def _case(
-    role: Role,
-    dtype: torch.dtype,
-    arch: int,
-    *,
-    m: int = 8192,
-    tma: bool = True,
-    activation: str | None = None,
-    fetches: bool = False,
-    records: bool = False,
-    grouped: str = "",
-    block_m: int = 0,
-) -> CompileCase:
-    """``block_m``: of grouped rows, the height of tiles that they are cut into."""
-    use_tma = tma and arch >= 90
-    config = _config(role, dtype, arch, m, activation, block_m)
-    kinds = f"{ELEMENTS[dtype]}_{m}_{activation}_{use_tma}_sm{arch}{'_fetched' * fetches}{'_recorded' * records}"
-    if grouped:
-        kinds += f"_{grouped}_{config.block_m}"
-    name = f"{role.name.replace(', ', '_').replace(' ', '_')}_{kinds}"
-    depth = 2 * config.block_k if use_tma else 2 * config.block_k + 16
-    operands = _operands(dtype, depth, activation, grouped, config.block_m)
-    setattr(SPECS, name, _spec(role, operands, config, use_tma, fetches, records))
+    keep(SPECS, name, spec)
     waits = role is not PLAIN
-    signature = {
-        name: "i64" for name in ("a", "b", "out", "bias", "scale_a", "scale_b", "stride_a", "stride_b", "trace", "rows")
-    }
-    signature |= {name: "i32" for name in "NK"} | {"table_ptr": "*i64"}
+    wide = ("a", "b", "out", "bias", "scale_a", "scale_b", "stride_a", "stride_b", "trace", "rows")
+    signature = dict.fromkeys(wide, "i64") | dict.fromkeys("NK", "i32") | {"table_ptr": "*i64"}
     constexprs: dict[str, object] = {
         "ORDER": Imported(f"{_ORDERS}:{role.order.fn.__name__}"),
         "WAIT": Imported(f"{_POLICIES}:{role.wait.fn.__name__}"),
         "FINISH": Imported(f"{role.finish.fn.__module__}:{role.finish.fn.__name__}"),
         "SPEC": Imported(f"tileflux.testing.gemm_cases:SPECS.{name}"),
     }
-    kind = str(ELEMENTS[dtype])
+    kind = str(ELEMENTS[operands.x.dtype])
     kind = {"int8": "i8"}.get(kind, kind)
     descriptors = {
         "a_desc": (config.block_m, True), "rows_desc": (config.block_m, role.gathers), "b_desc": (config.block_n, True)
     }  # fmt: skip
     for argument, (rows, used) in descriptors.items():
-        if use_tma and used:
+        if how.use_tma and used:
             signature[argument] = f"tensordesc<{kind}[{rows},{config.block_k}]>"
         else:
             constexprs[argument] = None
@@ -139,6 +121,73 @@ def _case(
     )
 
 
+def _case(
+    role: Role,
+    dtype: torch.dtype,
+    arch: int,
+    *,
+    m: int = 8192,
+    n: int = _COLUMNS,
+    tma: bool = True,
+    activation: str | None = None,
+    fetches: bool = False,
+    records: bool = False,
+    grouped: str = "",
+    block_m: int = 0,
+) -> CompileCase:
+    """``block_m``: of grouped rows, the height of tiles that they are cut into."""
+    use_tma = tma and arch >= 90
+    config = _config(role, dtype, arch, m, n, activation, block_m)
+    kinds = f"{ELEMENTS[dtype]}_{m}_{activation}_{use_tma}_sm{arch}{'_fetched' * fetches}{'_recorded' * records}"
+    if n != _COLUMNS:
+        kinds += f"_{n}_columns"
+    if grouped:
+        kinds += f"_{grouped}_{config.block_m}"
+    depth = 2 * config.block_k if use_tma else 2 * config.block_k + 16
+    operands = _operands(dtype, depth, activation, grouped, config.block_m)
+    how = Launch(
+        role, config, num_rows=256, num_feeders=config.num_feeders if role.feeds else 0, num_programs=_SMS[arch],
+        world_size=1 if role is PLAIN else _WORLD, releases=role not in (*_PLAIN_ENDS, *_STAGING),
+        use_tma=use_tma, fetches=fetches, records=records, trace=None,
+    )  # fmt: skip
+    return _make(f"{identifier(role)}_{kinds}", operands, how, arch)
+
+
+def keep(specs: SimpleNamespace, name: str, spec: GemmSpec) -> None:
+    """Put it there by its name, which cases that are compiled otherwise must not share."""
+    if getattr(specs, name, spec) != spec:
+        raise ValueError(f"{name} should name one spec, not both {getattr(specs, name)} and {spec}")
+    setattr(specs, name, spec)
+
+
+def identifier(role: Role) -> str:
+    """Its name, as part of a Python name."""
+    return role.name.replace(", ", "_").replace(" ", "_")
+
+
+def of_variants(found: Sequence[Variant]) -> list[CompileCase]:
+    """Those that Triton's loop runs, each once that is compiled alike; the others are cases of ``hopper_cases.py``."""
+    cases: dict[str, CompileCase] = {}
+    for variant in found:
+        if not variant.is_for_hopper():
+            how, operands = variant.plan(), variant.operands()
+            name = f"shipped_{name_of(how, operands)}_sm{variant.arch}"
+            cases[name] = _make(name, operands, how, variant.arch)
+    return list(cases.values())
+
+
+def name_of(how: Launch, operands: Operands) -> str:
+    """Of a launch, what it is compiled for, as part of a Python name."""
+    config = how.config
+    tile = f"{config.block_m}x{config.block_n}x{config.block_k}_{config.num_warps}_warps_{config.num_stages}_stages"
+    order = f"group_{config.group_m}"
+    if how.world_size > 1 and how.role.is_sharded:
+        order += f"_span_{config.span}_{str(config.alone).replace('-', 'minus')}"
+    ranks = f"{how.world_size}_ranks" + f"_{how.num_feeders}_feeders" * bool(how.num_feeders)
+    switches = "_fetched" * how.fetches + "_without_tma" * (not how.use_tma)
+    return f"{identifier(how.role)}_{ELEMENTS[operands.x.dtype]}_{tile}_{order}_{ranks}{switches}"
+
+
 def _all_cases() -> tuple[CompileCase, ...]:
     bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
     cases = [_case(role, bf16, arch) for role in (PLAIN, GATHER, SCATTER) for arch in ARCHITECTURES]
@@ -151,19 +200,31 @@ def _all_cases() -> tuple[CompileCase, ...]:
     cases += [_case(PLAIN, bf16, 80, activation="swiglu"), _case(PLAIN, bf16, 90, activation="gelu")]
     cases += [_case(role, bf16, 90, tma=False) for role in (PLAIN, GATHER, SCATTER)]
     cases += [_case(GATHERED, bf16, 90), _case(PLAIN, bf16, 90, m=16), _case(PLAIN, bf16, 90, m=64)]
-    cases += [_case(role, bf16, arch) for role in (ARRIVING, SEND, STAGE) for arch in (90, 100)]
+    cases += [_case(role, bf16, arch) for role in (ARRIVING, SEND, STAGE) for arch in ARCHITECTURES]
     cases += [_case(role, bf16, arch, fetches=True) for role in (GATHER, SCATTER) for arch in ARCHITECTURES]
     cases += [_case(SPREAD, bf16, 90, m=32, fetches=True), _case(GATHERED, bf16, 90, fetches=True)]
     cases += [_case(SEND, bf16, 90, fetches=True)]
     cases += [_case(role, bf16, 90, tma=False, fetches=True) for role in (GATHER, SCATTER)]
     cases += [_case(role, bf16, 90, records=True) for role in (PLAIN, GATHER, SCATTER)]
     cases += [_case(SCATTER, bf16, 90, fetches=True, records=True)]
-    return (*cases, *_grouped_cases())
+    return (*cases, *_other_tiles(), *_grouped_cases(), *of_variants(shipped_variants()))
+
+
+def _other_tiles() -> list[CompileCase]:
+    """Tiles that the rule takes beside those of the cases above: of few rows, and smaller for heavy activations."""
+    bf16, fp8, fp32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
+    cases = [_case(SPREAD, dtype, arch, m=16) for dtype in (bf16, fp32) for arch in ARCHITECTURES]
+    cases += [_case(SPREAD, fp8, arch, m=16) for arch in (89, 90, 100)]
+    cases += [_case(PLAIN, fp8, arch, m=64) for arch in (89, 90, 100)] + [_case(PLAIN, bf16, 100, m=64)]
+    cases += [_case(PLAIN, fp32, arch) for arch in (89, 100)] + [_case(PLAIN, bf16, 89, activation="swiglu")]
+    cases += [_case(PLAIN, bf16, arch, m=m, activation="gelu") for m in (16, 64) for arch in (90, 100)]
+    cases += [_case(PLAIN, bf16, 100, activation="gelu"), _case(GATHER, bf16, 100, n=1024)]
+    return cases
 
 
 def _grouped_cases() -> list[CompileCase]:
     bf16, archs = torch.bfloat16, (80, 90, 100)
-    gathering = (GATHER_GROUPED, ARRIVING_GROUPED)
+    gathering = (GATHER_GROUPED, ARRIVING_GROUPED, GATHERED_GROUPED)
     cases = [_case(role, bf16, arch, grouped="picked", block_m=128) for role in gathering for arch in archs]
     cases += [_case(PLAIN, bf16, arch, grouped=how) for how in ("picked", "sorted") for arch in archs]
     gather = functools.partial(_case, GATHER_GROUPED, arch=90, grouped="picked")
