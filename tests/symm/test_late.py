@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,20 +17,22 @@ from tileflux.symm.late import LateNumbers
 
 
 class Gpu:
-    """A stream that comes to what is queued when it is told to."""
+    """Streams that come to what is queued on them when they are told to."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.is_capturing = False
-        self.queued: list[Any] = []
+        self.queued: dict[int, list[Any]] = {}
         self.asked = 0
+        self.current = SimpleNamespace(cuda_stream=0)
+        self.pinned = 0
         gpu = self
 
         class Event:
             def __init__(self) -> None:
                 self.has_come = False
 
-            def record(self) -> None:
-                gpu.queued.append(functools.partial(setattr, self, "has_come", True))
+            def record(self, stream: Any) -> None:
+                gpu.queued.setdefault(stream.cuda_stream, []).append(functools.partial(setattr, self, "has_come", True))
 
             def query(self) -> bool:
                 assert not gpu.is_capturing, "this would end the capture"
@@ -38,23 +42,29 @@ class Gpu:
         plain_zeros, plain_copy = torch.zeros, torch.Tensor.copy_
 
         def zeros(*shape: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+            assert not (pin_memory and gpu.is_capturing), "memory cannot be pinned in a capture"
+            gpu.pinned += pin_memory
             return plain_zeros(*shape, **kwargs)
 
         def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-            if non_blocking:
-                gpu.queued.append(functools.partial(plain_copy, self, source))
-                return self
-            return plain_copy(self, source)
+            if not non_blocking:
+                return plain_copy(self, source)
+            if not gpu.is_capturing:  # else a replay would
+                gpu.queued.setdefault(gpu.current.cuda_stream, []).append(functools.partial(plain_copy, self, source))
+            return self
 
         patch.setattr(torch, "zeros", zeros)
         patch.setattr(torch.Tensor, "copy_", copy_)
         patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
 
-    def go_on(self, steps: int | None = None) -> None:
-        for step in self.queued[:steps]:
+    def go_on(self, steps: int | None = None, stream: int = 0) -> None:
+        queued = self.queued.get(stream, [])
+        for step in queued[:steps]:
             step()
-        del self.queued[:steps]
+        del queued[:steps]
 
 
 @pytest.fixture
@@ -90,6 +100,19 @@ def test_numbers_that_are_0_are_forgotten_in_their_order(gpu: Gpu) -> None:
     assert late.find() is None and gpu.asked == 2, "nobody behind one that has not come is asked"
     gpu.go_on()
     assert str(late.find()) == "7 too many"
+
+
+def test_one_that_has_not_come_does_not_hide_another_streams(gpu: Gpu) -> None:
+    late = LateNumbers()
+    bring(late, 0)
+    gpu.current = SimpleNamespace(cuda_stream=5)
+    bring(late, 8)
+    assert late.find() is None
+    gpu.go_on(stream=5)
+    assert str(late.find()) == "8 too many"
+
+
+def test_numbers_that_have_come_are_asked_once(gpu: Gpu) -> None:
     calm = LateNumbers()
     bring(calm, 0)
     gpu.go_on()
@@ -101,16 +124,27 @@ def test_numbers_that_are_0_are_forgotten_in_their_order(gpu: Gpu) -> None:
 
 def test_what_a_graph_brings_is_looked_at_as_long_as_there_is_the_group(gpu: Gpu) -> None:
     late = LateNumbers()
+    bring(late, 0)  # the call before the capture
+    gpu.go_on()
+    assert late.find() is None
     gpu.is_capturing = True
-    pinned = bring(late, 0)
+    captured = [bring(late, 0, f"in call {call}") for call in range(3)]
     assert late.find() is None
     gpu.is_capturing = False
     for _ in range(3):
         assert late.find() is None
-    pinned.fill_(5)  # by a replay
-    assert str(late.find()) == "5 too many"
-    pinned.fill_(0)
+    captured[1].fill_(5)  # by a replay
+    assert str(late.find()) == "5 in call 1"
+    captured[1].fill_(0)
     assert late.find() is None
+
+
+def test_there_is_room_for_what_a_graph_brings(gpu: Gpu) -> None:
+    late, num_calls = LateNumbers(), 4
+    for number in range(500 * num_calls):
+        gpu.is_capturing = number % 500 != 0
+        bring(late, 0)
+    assert gpu.pinned == 2 + num_calls, "pages of 1024, and each number that was not captured"
 
 
 def test_nothing_is_asked_while_a_graph_is_captured(gpu: Gpu) -> None:
@@ -149,4 +183,18 @@ def test_rows_that_did_not_fit_are_told_after_the_last_op(ask: str, gpu: Gpu, mo
     if ask != "a routing":  # on the CPU, which this is, that leaves the group as it was
         with pytest.raises(GroupBroken, match="3 of 4 rows"):
             group.barrier()
+    group.close()
+
+
+def test_who_waited_in_vain_tells_of_the_number_too(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that it waited for may have known of it first, and left."""
+    (group,) = tileflux.local_groups(1)
+    bring(group.late, 3)
+    gpu.go_on()
+    guard = SimpleNamespace(alarmed=True, error=lambda: TimeoutError("waited for rank 1"), tell_peers=lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "guard", guard)
+        with pytest.raises(TimeoutError, match="waited for rank 1") as caught:
+            group.ensure_usable()
+    assert str(caught.value.__cause__) == "3 too many"
     group.close()

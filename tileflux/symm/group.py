@@ -194,10 +194,12 @@ class Group:
         if self._broken is not None:
             reason = str(self._broken) or type(self._broken).__name__
             raise GroupBroken(f"group {self.name} is broken, close it and make a new one: {reason}")
-        error = self.guard.error() if self.guard.alarmed else self.late.find()
+        late = self.late.find()
+        error = self.guard.error() if self.guard.alarmed else late
         if error is not None:
             self.mark_broken(error)
-            raise error
+            # Who waited in vain may have waited for a rank that got to know of the number first, and left.
+            raise error from (late if late is not error else None)
 
     def mark_broken(self, error: BaseException) -> None:
         """Let every later call raise ``GroupBroken``: channels are no longer in step with the peers'."""
@@ -305,8 +307,11 @@ def local_groups(
 
 def virtual_rank_on(stream: int) -> Group | None:
     """The group of the virtual rank that is driven on the stream with this handle, if one is."""
-    virtual = (group for group in list(_groups.values()) if group.stream is not None)
-    return next((group for group in virtual if group.stream.cuda_stream == stream), None)  # type: ignore[union-attr]
+    for reference in _groups.valuerefs():  # a list made at once: another thread may be making a group
+        group = reference()
+        if group is not None and group.stream is not None and group.stream.cuda_stream == stream:
+            return group
+    return None
 
 
 def group_by_name(name: str) -> Group:

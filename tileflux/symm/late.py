@@ -6,7 +6,6 @@ are on their way whenever a call begins, and when it is synchronised: nothing is
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,49 +13,84 @@ import torch
 
 __all__ = ["LateNumbers"]
 
+_PAGE = 1024
+
+Error = Callable[[int], Exception]
+
 
 class _Late(NamedTuple):
     number: torch.Tensor
+    stream: int
     came: torch.cuda.Event
-    error: Callable[[int], Exception]
+    error: Error
+
+
+class _Page:
+    """Pinned memory for numbers of captured calls, which replays write again as long as there is the graph.
+
+    It is looked at with one call for all of them, and never given back.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = torch.zeros(_PAGE, dtype=torch.int64, pin_memory=True)
+        self.errors: list[Error] = []
+
+    def find(self) -> Exception | None:
+        if not self.numbers.any():
+            return None
+        index = int(self.numbers.nonzero()[0])
+        return self.errors[index](int(self.numbers[index]))
 
 
 class LateNumbers:
-    """Those of one group, in the order in which they were asked for."""
+    """Those of one group."""
 
     def __init__(self) -> None:
-        self._coming: deque[_Late] = deque()
-        self._replayed: list[tuple[torch.Tensor, Callable[[int], Exception]]] = []
+        self._coming: list[_Late] = []
+        self._pages: list[_Page] = []
 
-    def bring(self, number: torch.Tensor, error: Callable[[int], Exception]) -> torch.Tensor:
-        """A pinned copy of ``number``, which reads 0 until the current stream has come to it; ``error`` makes the
-        exception of what it then reads."""
-        pinned = torch.zeros((), dtype=number.dtype, pin_memory=True)
-        pinned.copy_(number, non_blocking=True)
-        if torch.cuda.is_current_stream_capturing():
-            # Replays write it again, as long as there is the graph: it must neither be forgotten nor given away.
-            self._replayed.append((pinned, error))
-        else:
-            came = torch.cuda.Event()
-            came.record()
-            self._coming.append(_Late(pinned, came, error))
-        return pinned
+    def bring(self, number: torch.Tensor, error: Error) -> torch.Tensor:
+        """A pinned copy of ``number``, int64, which reads 0 until the current stream of its GPU has come to it;
+        ``error`` makes the exception of what it then reads."""
+        with torch.cuda.device(number.device):
+            is_capturing = torch.cuda.is_current_stream_capturing()
+            self._make_room(0 if is_capturing else _PAGE // 2)
+            if is_capturing:
+                page = self._pages[-1]
+                pinned = page.numbers[len(page.errors)]
+                page.errors.append(error)
+                return pinned.copy_(number, non_blocking=True)
+            pinned = torch.zeros((), dtype=torch.int64, pin_memory=True)
+            pinned.copy_(number, non_blocking=True)
+            stream, came = torch.cuda.current_stream(), torch.cuda.Event()
+            came.record(stream)
+            self._coming.append(_Late(pinned, stream.cuda_stream, came, error))
+            return pinned
+
+    def _make_room(self, num_more: int) -> None:
+        """For a captured number, and so many more: in a capture memory may not be pinned, depending on torch, but calls
+        are made once before they are captured."""
+        if not self._pages or len(self._pages[-1].errors) + num_more >= _PAGE:
+            self._pages.append(_Page())
 
     def find(self) -> Exception | None:
         """The first error that is known by now. Numbers that have come and are 0 are forgotten."""
-        if not self._coming and not self._replayed:
+        if not self._coming and not self._pages:
             return None
         if torch.cuda.is_current_stream_capturing():
             return None  # an event that is asked now would end the capture
-        for number, error in self._replayed:
-            if int(number):
-                return error(int(number))
-        while self._coming:
-            number, came, error = self._coming[0]
-            has_come = came.query()  # asked first: one that comes in between is looked at the next time
-            if int(number):
-                return error(int(number))
-            if not has_come:
-                return None
-            self._coming.popleft()
+        for page in self._pages:
+            if page.errors and (error := page.find()) is not None:
+                return error
+        busy: set[int] = set()
+        for late in list(self._coming):
+            if late.stream in busy:
+                continue  # what is queued behind one that has not come has not come either
+            has_come = late.came.query()  # asked first: one that comes in between is looked at the next time
+            if int(late.number):
+                return late.error(int(late.number))
+            if has_come:
+                self._coming.remove(late)
+            else:
+                busy.add(late.stream)
         return None

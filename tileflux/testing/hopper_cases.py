@@ -155,7 +155,7 @@ def _all_cases() -> tuple[CompileCase, ...]:
     cases += [_case(GATHERED), _case(PLAIN, out=fp32), _case(PLAIN, dtype=torch.float16, out=torch.float16)]
     cases += [_case(PLAIN, activation=each) for each in ("relu", "gelu", "silu")]
     cases += [_case(role, (128, 128), fp8) for role in (PLAIN, STAGE)]
-    cases += [_case(role, (128, 128), fp8, options="scaled by row") for role in (PLAIN, GATHER, ARRIVING)]
+    cases += [_case(role, (128, 128), fp8, options="scaled by row") for role in (PLAIN, GATHER, ARRIVING, GATHERED)]
     cases += [_case(ARRIVING, (128, 128), activation="gelu")]
     cases += [_case(PLAIN, options=each) for each in ("grouped", "grouped kn")]
     cases += [_case(PLAIN, (128, 128), activation="gelu", options="grouped")]
