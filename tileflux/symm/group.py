@@ -237,7 +237,7 @@ class Group:
         self.ensure_usable()
 
     def wait(self) -> None:
-        """For every stream this rank's work may be on: the caller's, that of the last call, a virtual rank's own."""
+        """Until every stream this rank's work may be on is done: the caller's, the last call's, a virtual rank's."""
         if self.device.type == "cuda":
             for stream in (torch.cuda.current_stream(self.device), self._last_stream, self.stream):
                 if stream is not None:

@@ -20,7 +20,6 @@ Error = Callable[[int], Exception]
 
 class _Late(NamedTuple):
     number: torch.Tensor
-    stream: int
     came: torch.cuda.Event
     error: Error
 
@@ -62,9 +61,9 @@ class LateNumbers:
                 return pinned.copy_(number, non_blocking=True)
             pinned = torch.zeros((), dtype=torch.int64, pin_memory=True)
             pinned.copy_(number, non_blocking=True)
-            stream, came = torch.cuda.current_stream(), torch.cuda.Event()
-            came.record(stream)
-            self._coming.append(_Late(pinned, stream.cuda_stream, came, error))
+            came = torch.cuda.Event()
+            came.record(torch.cuda.current_stream())
+            self._coming.append(_Late(pinned, came, error))
             return pinned
 
     def _make_room(self, num_more: int) -> None:
@@ -82,15 +81,14 @@ class LateNumbers:
         for page in self._pages:
             if page.errors and (error := page.find()) is not None:
                 return error
-        busy: set[int] = set()
-        for late in list(self._coming):
-            if late.stream in busy:
-                continue  # what is queued behind one that has not come has not come either
-            has_come = late.came.query()  # asked first: one that comes in between is looked at the next time
+        still_coming: list[_Late] = []
+        for late in self._coming:
+            # Behind one that has not come events are not asked, which takes longer than to read a number. The event
+            # first: a number that comes in between is looked at the next time.
+            has_come = not still_coming and late.came.query()
             if int(late.number):
                 return late.error(int(late.number))
-            if has_come:
-                self._coming.remove(late)
-            else:
-                busy.add(late.stream)
+            if not has_come:
+                still_coming.append(late)
+        self._coming = still_coming
         return None

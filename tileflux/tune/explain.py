@@ -63,7 +63,7 @@ def explain(
     if op == "moe_gemm_ar":
         first = explain(
             "moe_gemm_rs", m, n, k,
-            group=group, dtype=dtype, out_dtype=out_dtype, num_experts=num_experts, top_k=top_k,
+            group=group, dtype=dtype, out_dtype=out_dtype, activation=activation, num_experts=num_experts, top_k=top_k,
         )  # fmt: skip
         return dataclasses.replace(first, op=op, reason=f"{first.reason}; then each rank's tokens are gathered")
     problem = problem_for(op, m, n, k, dtype, group.device, group, activation)
