@@ -199,3 +199,31 @@ def test_rounds_end_when_it_is_enough() -> None:
     calls = {name: lambda name=name: script.log.append(name) for name in "ab"}
     assert time_rounds(script, calls, 9, num_warmups=1, is_enough=is_enough)["a"] == [3.0, 6.0, 7.0]
     assert seen == [1, 2, 3]
+
+
+class TellingGroup:
+    """Two ranks on a GPU, as far as ``agree_max`` asks: notes what is done, and gathers nothing of a peer's."""
+
+    world_size, transport, device = 2, "local", torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def synchronize(self) -> None:
+        self.done.append("waited")
+
+    def all_gather(self, mine: torch.Tensor, group: object) -> TellingGroup:
+        self.done.append("queued")
+        self.rows = [*mine.tolist(), [2.0, 5.0]]
+        return self
+
+    def tolist(self) -> list[list[float]]:
+        self.done.append("copied")
+        return self.rows
+
+
+def test_what_ranks_agree_on_is_copied_once_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = TellingGroup()
+    monkeypatch.setattr("tileflux.testing.timing.ops.all_gather", group.all_gather)
+    assert timing.agree_max(group, [3.0, 4.0]) == [3.0, 5.0]
+    assert group.done == ["queued", "waited", "copied"], "a copy that waits keeps a virtual rank from making its own"

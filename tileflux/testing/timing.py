@@ -65,8 +65,12 @@ def agree_max(group: Group, values: Sequence[float]) -> list[float]:
     if not _has_peers(group):
         return list(values)
     mine = torch.tensor([list(values)], dtype=torch.float64, device=group.device)
+    gathered = ops.all_gather(mine, group=group)
+    # Before it is copied: while one thread's copy waits, no other of the process gets to make one, and what this waits
+    # for may be a virtual rank that has not yet copied its values to the GPU.
+    group.synchronize()
     # On the host: a kernel of torch's that has to be loaded is not loaded while a peer on the same GPU waits.
-    everyone: list[list[float]] = ops.all_gather(mine, group=group).tolist()
+    everyone: list[list[float]] = gathered.tolist()
     return [max(column) for column in zip(*everyone, strict=True)]
 
 
