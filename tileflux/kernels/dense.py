@@ -250,7 +250,7 @@ def _multiply_by_stage(
 ) -> None:
     """One launch for the tiles that some ranks' rows complete, as soon as these have arrived.
 
-    ``config.span`` of them behind one's own: each launch reads the weights of all experts.
+    ``config.span`` of them together: each launch reads the weights of all experts.
     """
     plan, rank, world_size = here.plan, group.rank, group.world_size
     x, scale_x = parts[0].x, parts[0].scale_x
@@ -278,10 +278,13 @@ def _multiply_by_stage(
 
 
 def _bands(num_stages: int, span: int) -> list[range]:
-    """Stage 0 alone, then ``span`` at a time; what is left joins the last."""
-    firsts = [0, *range(1, num_stages, span)]
-    if len(firsts) > 2 and num_stages - firsts[-1] < span:
-        firsts.pop()
+    """``span`` stages at a time, as counted from the last: what is left over goes with one's own, stage 0, in front.
+
+    Behind the last rows' arrival there is then no more to multiply than a band's. And for one's own rows alone as much
+    of the weights would be read as for more; where they fill no tile of an expert they wait for the next rank's anyway.
+    """
+    span = min(span, max(1, num_stages - 1))  # not all: something can begin before the last rows are there
+    firsts = sorted({0, *range(num_stages - span, 0, -span)})
     return [range(begin, end) for begin, end in itertools.pairwise([*firsts, num_stages])]
 
 
