@@ -62,7 +62,7 @@ MAX_AHEAD = 1024
 """How far a flag may be past the epoch waited for: acks keep ranks within two calls of each other. A flag that reads
 further ahead was last raised half the range of 32 bits ago, or never, and has not been reached."""
 
-SWAPPED_BYTES = 256 * 1024
+SWAPPED_BYTES = 2 * 1024 * 1024
 """Of sums that a sequential ``gemm_ar`` in one shot swaps where SMs copy (``kernels/direct.py``); more are pulled."""
 
 MAX_CHUNKS = 16

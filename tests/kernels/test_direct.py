@@ -100,8 +100,15 @@ def _swap(group: Group, size: int, dtype: torch.dtype, shift: int, seed: int) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("world_size", "size", "shift"), [(2, 5, 0), (3, 2500, 0), (2, 4096, 1), (4, 1024, 0)])
-def test_few_sums_are_swapped(world_size: int, size: int, shift: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "size", "shift", "num_programs"),
+    [(2, 5, 0, 128), (3, 9000, 0, 128), (2, 8192, 1, 128), (4, 4096, 0, 128), (2, 21000, 0, 4)],
+)
+def test_few_sums_are_swapped(
+    world_size: int, size: int, shift: int, num_programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less than a block, a block or several for each program, with and without a rest."""
+    monkeypatch.setattr(direct, "_SWAP_PROGRAMS", num_programs)
     for seed in range(2):
         simulate(_swap, world_size, seed, size, dtype, shift, seed)
 

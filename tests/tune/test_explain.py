@@ -170,7 +170,7 @@ def test_what_copies_send_is_not_in_symmetric_memory(copies_need_sms: bool, monk
 @pytest.mark.parametrize(
     ("op", "m", "num_elements"),
     [("ag_gemm", 512, 512 * 256), ("gemm_rs", 512, 512 * 2048), ("gemm_ar", 8, 2 * 4 * 8 * 2048),
-     ("gemm_ar", 256, 256 * 2048)],
+     ("gemm_ar", 1024, 1024 * 2048)],
 )  # fmt: skip
 def test_what_peers_read_or_write_directly_is_symmetric(
     op: str, m: int, num_elements: int, monkeypatch: pytest.MonkeyPatch

@@ -53,8 +53,8 @@ __all__ = ["Steps", "gather", "open_pull", "pull", "pull_turn", "swap", "swap_tu
 
 _BLOCK = 2048
 _NUM_WARPS = 8
-_SWAP_BLOCK = 512
-_SWAP_WARPS = 4
+_SWAP_BLOCK = 4096
+_SWAP_WARPS = 16
 Steps = tuple[Repeat | None, ...]
 """What repeats launches, of each that can be."""
 
@@ -305,7 +305,7 @@ def _swap_kernel(
     num_blocks = num_elements.to(tl.int64) // BLOCK
     for block in range(program.to(tl.int64), num_blocks, tl.num_programs(0)):
         _send_swapped(x, block * BLOCK + numbers, None, table_ptr, TYPE, ALIGNED, WORLD)
-    if program == 0:
+    if (program == 0) & (num_blocks * BLOCK < num_elements):
         rest = num_blocks * BLOCK + numbers
         _send_swapped(x, rest, rest < num_elements, table_ptr, TYPE, False, WORLD)
     raise_flags(table_ptr, program, WORLD - 1, WORLD)

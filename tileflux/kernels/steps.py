@@ -268,7 +268,7 @@ def add_up(
         offsets = block // BLOCK * BLOCK + tl.arange(0, BLOCK)
         total = SUM(given, offsets, None, TYPE, ALIGNED, WORLD)
         tl.store(to + offsets, total.to(TYPE))
-    if tl.program_id(0) == 0:
+    if (tl.program_id(0) == 0) & (num_whole < num_elements):
         offsets = num_whole + tl.arange(0, BLOCK)
         mask = offsets < num_elements
         total = SUM(given, offsets, mask, TYPE, False, WORLD)

@@ -152,8 +152,9 @@ _STEPS = (
     _step(
         "swap",
         {"x": "i64", "out": "i64", "num_elements": "i64"},
-        {"TYPE": Imported("triton.language:bfloat16"), "ALIGNED": True, "BLOCK": 1024},
+        {"TYPE": Imported("triton.language:bfloat16"), "ALIGNED": True, "BLOCK": 4096},
         module="direct",
+        num_warps=16,
     ),
     _step(
         "pull",
