@@ -23,6 +23,7 @@ __all__ = [
     "link",
     "local_rank",
     "settings_for_streams",
+    "single_queue",
     "scoped",
     "separate_queues",
     "separate_streams",
@@ -148,6 +149,14 @@ def separate_streams() -> bool:
 def separate_queues() -> None:
     """Ask for a hardware queue for each of a process's streams, unless told otherwise; before CUDA is started."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _FOR_STREAMS["CUDA_DEVICE_MAX_CONNECTIONS"])
+
+
+def single_queue() -> bool:
+    """Whether CUDA was told to put all streams into one hardware queue, as some frameworks do.
+
+    What one of them waits for then keeps from the GPU all that is queued later, on whichever.
+    """
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def use_loopback() -> None:

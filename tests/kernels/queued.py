@@ -37,7 +37,7 @@ class Queued:
             patch.setattr(place, "load_once", lambda *arguments: self.seen.append(("load",)), raising=False)
         patch.setattr(module, "launch_gemm", self._launch)
         patch.setattr(scatter, "num_summers", lambda group: 6)
-        for place in (module, scatter):
+        for place in (module, scatter, dense):
             patch.setattr(place, "beside", self._beside, raising=False)
             patch.setattr(place, "join", self._join)
         stream = SimpleNamespace(record_event=self._record, wait_event=self._wait)
@@ -46,8 +46,8 @@ class Queued:
         for name in (*names, "launch_sum", "launch_sum_slabs", "launch_release"):
             patch.setattr(steps, name, self._step(name))
 
-    def _join(self, group: object, *, closing: bool = False) -> None:
-        self.seen.append((self._stream, "join", "closing" if closing else "sending"))
+    def _join(self, group: object, *, on: str = "sending") -> None:
+        self.seen.append((self._stream, "join", on))
 
     def _record(self) -> str:
         self._num_events += 1
@@ -61,7 +61,7 @@ class Queued:
         """What is queued where each (owner, slabs) is sent behind its counts: of four at a time, counts first."""
         expected: list[tuple] = []
         for first in range(0, len(leaving), 4):
-            some, number = leaving[first : first + 4], opened + 1 + first
+            some, number = leaving[first : first + 4], opened + 1 + 2 * first
             expected.append(("closing", "after", opened))
             for place, (owner, slabs, num_tiles) in enumerate(some):
                 expected += [
@@ -72,7 +72,9 @@ class Queued:
                 expected += [
                     ("sending", "after", number + place),
                     ("sending", "copy", owner, self.group.rank, slabs, ("staged", owner, slabs)),
-                    ("sending", "flag", owner, slabs[0]),
+                    ("sending", "event", number + len(some) + place),
+                    ("announcing", "after", number + len(some) + place),
+                    ("announcing", "flag", owner, slabs[0]),
                 ]
         return expected
 
@@ -92,11 +94,11 @@ class Queued:
         self.seen.append((self._stream, "load gemm" if named.get("load_only") else "gemm"))
 
     @contextlib.contextmanager
-    def _beside(self, group: object, *used: object, after: str | None = None, closing: bool = False) -> Iterator[None]:
-        self._stream = "closing" if closing else "sending"
+    def _beside(self, group: object, *used: object, after: str | None = None, on: str = "sending") -> Iterator[None]:
+        before, self._stream = self._stream, on
         self.seen.append((self._stream, "after", "all" if after is None else int(after)))
         yield
-        self._stream = "main"
+        self._stream = before
 
     def _turn(self, group: object, plan: ShardPlan) -> Any:
         self.plans.append(plan)

@@ -12,7 +12,7 @@ import torch
 
 import tileflux
 from tileflux.kernels import beside as beside_module
-from tileflux.kernels.beside import beside, join
+from tileflux.kernels.beside import ANNOUNCING, CLOSING, SENDING, beside, join
 
 
 def test_on_the_cpu_there_is_nothing_beside() -> None:
@@ -92,7 +92,7 @@ def test_what_closes_has_a_stream_of_its_own_that_is_not_joined(log: list[str]) 
     after: Any = "an event"
     with beside(group, after=after):
         log.append("send")
-    with beside(group, after=after, closing=True):
+    with beside(group, after=after, on=CLOSING):
         log.append("close")
     join(group)
     assert log == [
@@ -100,3 +100,20 @@ def test_what_closes_has_a_stream_of_its_own_that_is_not_joined(log: list[str]) 
         "made with priority -1", "second side waits for an event", "on second side", "close", "off second side",
         "caller waits for side",
     ]  # fmt: skip
+
+
+def test_where_all_streams_share_a_queue_flags_stay_behind_their_copies(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a flag that waits for its copy keeps all that is queued later from the GPU."""
+    group: Any = _Group()
+    event: Any = "an event"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    for name in (SENDING, ANNOUNCING):
+        with beside(group, after=event, on=name):
+            pass
+    assert log == ["made with priority -1", *["side waits for an event", "on side", "off side"] * 2]
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    with beside(group, after=event, on=ANNOUNCING):
+        pass
+    assert log[-2:] == ["on second side", "off second side"]

@@ -105,14 +105,14 @@ def test_each_owners_slab_is_sent_behind_its_count(monkeypatch: pytest.MonkeyPat
             for owner, tall in ((3, 3), (0, 2))
         ]
     )
-    joins = [("main", "join", "closing"), ("main", "launch_sum_slabs"), ("main", "join", "sending")]
+    joins = [("main", "join", "closing"), ("main", "launch_sum_slabs"), ("main", "join", "announcing")]
     assert queued.seen == [*expected, *joins]
 
 
 def test_who_has_no_tokens_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     queued = Queued(monkeypatch, combine, COMBINE_STAGE, CONFIG, 2, (20, 5, 0, 33))
     run(queued, (20, 5, 0, 33), 40)
-    assert queued.seen[-2:] == [("main", "launch_release"), ("main", "join", "sending")]
+    assert queued.seen[-2:] == [("main", "launch_release"), ("main", "join", "announcing")]
     assert ("main", "launch_sum_slabs") not in queued.seen
 
 

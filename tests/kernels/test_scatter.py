@@ -53,7 +53,7 @@ def test_each_shard_is_sent_behind_its_count_and_the_next_is_counted_meanwhile(
         else ("launch_release",)
     )
     # The sum waits on many SMs, and must not be in the way of what tells when to send.
-    assert queued.seen == [*expected, ("main", "join", "closing"), ("main", *last), ("main", "join", "sending")]
+    assert queued.seen == [*expected, ("main", "join", "closing"), ("main", *last), ("main", "join", "announcing")]
 
 
 @pytest.mark.parametrize("strategy", ["fused", "pipelined"])

@@ -82,10 +82,12 @@ def test_what_is_compiled_is_what_the_op_launches(
     for module in (dense, scatter):
         monkeypatch.setattr(module, "launch_gemm", note)
         monkeypatch.setattr(
-            module, "turn", lambda group, plan: SimpleNamespace(plan=plan, count_call=lambda: None, staged_slabs=None)
-        )
+            module, "turn", lambda group, plan: SimpleNamespace(
+                plan=plan, count_call=lambda: None, staged_slabs=None, announce=lambda *place: None
+            ),
+        )  # fmt: skip
         monkeypatch.setattr(module, "beside", nothing)
-        for name in ("load_steps", "load_slab_steps", "_feed", "join", "send_slabs"):
+        for name in ("load_steps", "load_slab_steps", "_feed_apart", "join", "copy_slabs"):
             monkeypatch.setattr(module, name, lambda *_, **__: None, raising=False)
     names = ("launch_open", "launch_close", "launch_await_everyone", "launch_sum", "launch_sum_slabs")
     monkeypatch.setattr(scatter, "steps", SimpleNamespace(**dict.fromkeys(names, lambda *_, **__: None)))

@@ -25,7 +25,7 @@ Patch = pytest.MonkeyPatch
 
 
 def _in_order(group: Group) -> tuple[list[str], list[str]]:
-    """Queue on three streams; what each has done, and what all have."""
+    """Queue on four streams; what each has done, and what all have."""
     from tileflux.testing.simulated_streams import on_streams
 
     done: list[str] = []
@@ -35,19 +35,19 @@ def _in_order(group: Group) -> tuple[list[str], list[str]]:
         for number in range(3):
             main.queue(lambda number=number: done.append(f"main {number}"))  # type: ignore[attr-defined]
             opened = opened or main.record_event()
-        for closing in (True, False):
-            with dense.beside(group, after=opened, closing=closing):
+        for kind in ("closing", "announcing", "sending"):
+            with dense.beside(group, after=opened, on=kind):
                 here = torch.cuda.current_stream()
                 assert here is not main
                 for number in range(3):
-                    name = f"{'closing' if closing else 'sending'} {number}"
+                    name = f"{kind} {number}"
                     here.queue(lambda name=name: done.append(name))  # type: ignore[attr-defined]
         assert torch.cuda.current_stream() is main
         dense.join(group)
         main.queue(lambda: done.append("main end"))  # type: ignore[attr-defined]
         group.synchronize()
-        assert done[-1] == "main end" or "closing" in done[-1], "who synchronizes has waited"
-    return done, [each for each in done if "closing" not in each]
+        assert done[-1] == "main end" or done[-1].split()[0] in ("closing", "announcing"), "who synchronizes has waited"
+    return done, [each for each in done if each.split()[0] not in ("closing", "announcing")]
 
 
 def test_streams_keep_their_order_and_wait_for_events() -> None:
@@ -59,7 +59,7 @@ def test_streams_keep_their_order_and_wait_for_events() -> None:
         for seed in range(12):
             ((done, _),) = simulate(_in_order, 1, seed=seed)
             orders.add(tuple(done))
-            for kind in ("main", "sending", "closing"):
+            for kind in ("main", "sending", "closing", "announcing"):
                 mine = [each for each in done if each.startswith(kind)]
                 assert mine == sorted(mine)
                 assert done.index("main 0") < done.index(mine[-1])
@@ -127,6 +127,19 @@ def _plant_flags_first(patch: Patch) -> None:
     patch.setattr(simulated_streams, "_copy_by_engine", copy)
 
 
+def _plant_announced_early(patch: Patch) -> None:
+    """What announces goes on when the copy has been queued."""
+    from tileflux.testing import simulated_streams
+
+    real = simulated_streams._Stream.wait_event
+
+    def wait_event(self: Any, event: Any) -> None:
+        if not self._name.startswith("announcing"):
+            real(self, event)
+
+    patch.setattr(simulated_streams._Stream, "wait_event", wait_event)
+
+
 FUSED = ("gemm_rs fused", "gemm_rs fused, in slabs", "moe_gemm_rs fused")
 
 BUGS: dict[str, tuple[Callable[[Patch], None], tuple[str, ...]]] = {
@@ -139,6 +152,7 @@ BUGS: dict[str, tuple[Callable[[Patch], None], tuple[str, ...]]] = {
     ),
     "a shard is sent before its last tile": (_plant_close, FUSED),
     "flags overtake what they announce": (_plant_flags_first, FUSED),
+    "a flag does not wait for its copy": (_plant_announced_early, (*FUSED, "ag_gemm fused", "moe_ag_gemm fused")),
     "tokens are added up before their rows are there": (
         lambda p: p.setattr(combine, "COMBINE_STAGE", replace(combine.COMBINE_STAGE, finish=_impatient_stage_sums)),
         ("moe_gemm_rs fused",),

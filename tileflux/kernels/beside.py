@@ -1,4 +1,4 @@
-"""Launching beside the caller's stream: a side stream per group, for what must run while a product fills the GPU."""
+"""Launching beside the caller's stream: streams of a group, for what must run while a product fills the GPU."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from collections.abc import Iterator
 
 import torch
 
+from tileflux import env
 from tileflux.symm.group import Group
 
-__all__ = ["beside", "join"]
+__all__ = ["ANNOUNCING", "CLOSING", "SENDING", "beside", "join"]
 
-_sides: weakref.WeakKeyDictionary[Group, dict[bool, torch.cuda.Stream]] = weakref.WeakKeyDictionary()
+SENDING, CLOSING, ANNOUNCING = "sending", "closing", "announcing"
+"""What a stream is for. Closing it is what tells when something may be sent: in the stream that sends, the next such
+kernel would wait for what is being sent, and what can be sent next for it. A flag behind a copy is not written there
+either: the copy engine goes from one copy to the next at once, but not past anything else queued between them."""
+
+_sides: weakref.WeakKeyDictionary[Group, dict[str, torch.cuda.Stream]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def beside(
-    group: Group, *used: torch.Tensor, after: torch.cuda.Event | None = None, closing: bool = False
+    group: Group, *used: torch.Tensor, after: torch.cuda.Event | None = None, on: str = SENDING
 ) -> Iterator[None]:
-    """Launch on the group's side stream, after an event, or what the caller's stream holds so far.
-
-    There are two: with ``closing``, that of kernels that tell when something may be sent. In one stream the next of
-    them would wait for what is being sent, and what can be sent next for it. Nothing to do on the CPU.
-    """
+    """Launch on one of the group's streams, after an event, or what the current stream holds so far. Not on the CPU."""
     if group.device.type != "cuda":
         yield
         return
-    side = _stream(group, closing)
+    side = _stream(group, on)
     if after is None:
         side.wait_stream(torch.cuda.current_stream(group.device))
     else:
@@ -38,19 +40,21 @@ def beside(
         yield
 
 
-def join(group: Group, *, closing: bool = False) -> None:
-    """Let the caller's stream wait for what was sent beside it; or, ``closing``, for what told when to send.
+def join(group: Group, *, on: str = SENDING) -> None:
+    """Let the caller's stream wait for what was queued there.
 
-    A kernel that waits for peers on many SMs comes behind the latter: beside it none of them may find a place, and
+    A kernel that waits for peers on many SMs comes behind what closes: beside it none of them may find a place, and
     peers wait for what is not sent. Seen on an H200, with room for many on every SM.
     """
     if group.device.type == "cuda":
-        torch.cuda.current_stream(group.device).wait_stream(_stream(group, closing))
+        torch.cuda.current_stream(group.device).wait_stream(_stream(group, on))
 
 
-def _stream(group: Group, closing: bool) -> torch.cuda.Stream:
+def _stream(group: Group, name: str) -> torch.cuda.Stream:
+    if name == ANNOUNCING and env.single_queue():
+        name = SENDING  # or a flag that waits for its copy would keep the product waiting
     streams = _sides.setdefault(group, {})
-    if closing not in streams:
+    if name not in streams:
         # Of high priority: its few programs must get in while the products fill the GPU.
-        streams[closing] = torch.cuda.Stream(group.device, priority=-1)
-    return streams[closing]
+        streams[name] = torch.cuda.Stream(group.device, priority=-1)
+    return streams[name]

@@ -17,7 +17,7 @@ import torch
 
 from tileflux.config import GROUPS, GemmConfig
 from tileflux.kernels import direct, gemm_host, slabs, steps
-from tileflux.kernels.beside import beside, join
+from tileflux.kernels.beside import ANNOUNCING, beside, join
 from tileflux.kernels.dense import copies_by_sms, load_slab_steps, multiply, num_feeders, sends_by_copies
 from tileflux.kernels.gemm_launch import launch_gemm
 from tileflux.kernels.gemm_shared import sms_for
@@ -28,7 +28,7 @@ from tileflux.kernels.operands import Operands
 from tileflux.kernels.plan import reduce_plan
 from tileflux.kernels.reduce import reduce
 from tileflux.kernels.roles import COMBINE, COMBINE_SEND, COMBINE_STAGE, PLAIN
-from tileflux.kernels.scatter import Departure, own_part, send_counted, send_slabs, sum_copied
+from tileflux.kernels.scatter import Departure, copy_slabs, own_part, send_counted, send_slabs, sum_copied
 from tileflux.kernels.shards import combine_shards, slab_shards
 from tileflux.kernels.turns import Turn, turn
 from tileflux.symm.group import Group
@@ -249,5 +249,5 @@ def _copy_finished(group: Group, here: Turn, operands: Operands, config: GemmCon
         for slab, columns in enumerate(here.plan.slabs(out.shape[1]))
         for owner in owners
     ]
-    send_counted(group, here, opened, leaving, partial(send_slabs, here, out, here.slabs_to_send))
-    sum_copied(group, here, out)
+    send_counted(group, here, opened, leaving, partial(copy_slabs, here, out, here.slabs_to_send))
+    sum_copied(group, here, out, behind=ANNOUNCING)

@@ -20,7 +20,7 @@ import torch
 from tileflux.config import GemmConfig
 from tileflux.kernels import direct, gemm_host, library, steps
 from tileflux.kernels.again import Launched
-from tileflux.kernels.beside import beside, join
+from tileflux.kernels.beside import ANNOUNCING, beside, join
 from tileflux.kernels.copy import move
 from tileflux.kernels.gemm_launch import PreparedGemm, launch_gemm
 from tileflux.kernels.gemm_shared import shares_gpu, sms_for
@@ -35,6 +35,7 @@ from tileflux.kernels.turns import Turn, turn
 from tileflux.symm.group import Group
 
 __all__ = [
+    "announce_behind",
     "copies_by_sms",
     "gather_rows",
     "is_plain_product",
@@ -78,19 +79,19 @@ def run_gather(
         by_copies = sends_by_copies(group)
         if by_copies:
             load_steps(group, here, parts[0])
-            _feed(group, here, x, scale_x, config)
+            _feed_apart(group, here, x, scale_x)
         first = roles.arriving if by_copies else roles.feeding
         for index, part in enumerate(parts):
             ends = gathered is None and index == len(parts) - 1
             launch = run(part, first if index == 0 else roles.gathered, tiles, group, here, releases=ends)
         if by_copies:
-            _join(group)
+            _join_apart(group, here, x)
         if gathered is not None:
             _copy_gathered(group, here, x, gathered)
             _release(group, here)
         if launch is None or len(parts) > 1 or gathered is not None:
             return None
-        return Launched(launch, here, *(((_feed_by_copies,), (_join,)) if by_copies else ()))
+        return Launched(launch, here, *(((_feed_apart,), (_join_apart,)) if by_copies else ()))
     elif is_grouped:
         _multiply_by_stage(group, parts, config, here, gathered)
     else:
@@ -280,8 +281,7 @@ def _multiply_by_stage(
 def _bands(num_stages: int, span: int) -> list[range]:
     """``span`` stages at a time, as counted from the last: what is left over goes with one's own, stage 0, in front.
 
-    Behind the last rows' arrival there is then no more to multiply than a band's. And for one's own rows alone as much
-    of the weights would be read as for more; where they fill no tile of an expert they wait for the next rank's anyway.
+    Behind the last rows' arrival no more is left to multiply than a band's; and one's own read weights for more rows.
     """
     span = min(span, max(1, num_stages - 1))  # not all: something can begin before the last rows are there
     firsts = sorted({0, *range(num_stages - span, 0, -span)})
@@ -306,26 +306,33 @@ def sends_by_copies(group: Group) -> bool:
 def _feed(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, config: GemmConfig) -> None:
     """Send this rank's rows to every peer, beside what the caller's stream does next."""
     if sends_by_copies(group):
-        _feed_by_copies(group, here, x, scale_x)
+        _feed_by_copies(group, here, x, scale_x, apart=False)
         return
     with beside(group, x, *(() if scale_x is None else (scale_x,))):
         steps.launch_feed(here, x, scale_x, num_feeders(group, config), group.world_size)
 
 
-def _feed_by_copies(
-    group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor | None = None
-) -> None:
+def _feed_by_copies(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, *, apart: bool) -> None:
     # Not beside: a product that fills the GPU and waits for rows might keep it from ever starting.
     steps.launch_open(here, group.world_size)
     with beside(group, x, *(() if scale_x is None else (scale_x,))):
-        _copy_chunks(group, here, x, scale_x)
+        _copy_chunks(group, here, x, scale_x, apart=apart)
 
 
-def _join(group: Group, *_: object) -> None:
+def _feed_apart(
+    group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, out: torch.Tensor | None = None
+) -> None:
+    """Copies one behind the other, and what announces them on another stream: for one launch that waits for all."""
+    _feed_by_copies(group, here, x, scale_x, apart=True)
+
+
+def _join_apart(group: Group, here: Turn, x: torch.Tensor, *_: object) -> None:
     join(group)
+    if len(x):  # a stream that nothing was queued on is not part of a CUDA graph that may be captured
+        join(group, on=ANNOUNCING)
 
 
-def _copy_chunks(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None) -> None:
+def _copy_chunks(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tensor | None, *, apart: bool) -> None:
     """As ``feed`` in ``lang/turn.py``."""
     here.count_call()
     plan, rank, world_size = here.plan, group.rank, group.world_size
@@ -338,7 +345,17 @@ def _copy_chunks(group: Group, here: Turn, x: torch.Tensor, scale_x: torch.Tenso
                 place = slice(first + rows.start, first + rows.stop)
                 here.scales_at(peer)[place].copy_(scale_x[rows.start : rows.stop], non_blocking=True)
             here.chunk_at(peer, index, x.dtype, x.shape[1]).copy_(cut, non_blocking=True)
-            here.announce(peer, index)
+            if apart:
+                announce_behind(group, here, peer, index)
+            else:
+                here.announce(peer, index)
+
+
+def announce_behind(group: Group, here: Turn, owner: int, index: int) -> None:
+    """Announce what the current stream has copied so far, out of the way of what it will copy next."""
+    sent = torch.cuda.current_stream(group.device).record_event()
+    with beside(group, after=sent, on=ANNOUNCING):
+        here.announce(owner, index)
 
 
 @functools.lru_cache(maxsize=1024)

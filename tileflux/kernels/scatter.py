@@ -22,8 +22,9 @@ import torch
 from tileflux.config import GemmConfig
 from tileflux.kernels import direct, steps
 from tileflux.kernels.again import Launched
-from tileflux.kernels.beside import beside, join
+from tileflux.kernels.beside import ANNOUNCING, CLOSING, SENDING, beside, join
 from tileflux.kernels.dense import (
+    announce_behind,
     copies_by_sms,
     is_plain_product,
     load_slab_steps,
@@ -48,6 +49,7 @@ from tileflux.symm.group import Group
 
 __all__ = [
     "Departure",
+    "copy_slabs",
     "departures",
     "num_summers",
     "own_part",
@@ -214,8 +216,8 @@ def _send_counted(
 ) -> None:
     """Send each shard, or slab of one, when its tiles have been counted; then sum."""
     leaving = departures(group.rank, here.plan, config, out.shape[1])
-    send_counted(group, here, here.opened, leaving, partial(send_slabs, here, out, here.staged_slabs))
-    sum_copied(group, here, out, mostly_whole=True)
+    send_counted(group, here, here.opened, leaving, partial(copy_slabs, here, out, here.staged_slabs))
+    sum_copied(group, here, out, mostly_whole=True, behind=ANNOUNCING)
 
 
 class Departure(NamedTuple):
@@ -251,8 +253,10 @@ def departures(rank: int, plan: ShardPlan, config: GemmConfig, num_columns: int)
     return tuple(found)
 
 
-def sum_copied(group: Group, here: Turn, out: torch.Tensor, *, mostly_whole: bool = False) -> None:
-    """Sum what copies bring, a shard or slab by slab as they come, and end the call."""
+def sum_copied(
+    group: Group, here: Turn, out: torch.Tensor, *, mostly_whole: bool = False, behind: str = SENDING
+) -> None:
+    """Sum what copies bring, a shard or slab by slab as they come, and end the call ``behind`` what is sent."""
     # Before what has been sent is waited for: peers' sums come at the same time, the other way.
     if not here.plan.rows[group.rank]:
         steps.launch_release(here, group.world_size)  # nobody sends
@@ -262,7 +266,7 @@ def sum_copied(group: Group, here: Turn, out: torch.Tensor, *, mostly_whole: boo
         steps.launch_sum(here, out, num_summers(group), group.world_size)
     # A stream that nothing was queued on is not part of a CUDA graph that may be captured.
     if any(here.plan.rows[owner] for owner in _others(group)):
-        join(group)
+        join(group, on=behind)
 
 
 def send_counted(
@@ -272,7 +276,7 @@ def send_counted(
     leaving: Sequence[Departure],
     send: Callable[[int, range], None],
 ) -> None:
-    """``send`` each to its owner beside the product, once all its tiles have been counted.
+    """``send`` each to its owner beside the product, once all its tiles have been counted, and announce it.
 
     Counts are waited for on a stream of their own, some at a time: to change streams for each would take the host
     longer than the GPU has work for.
@@ -280,7 +284,7 @@ def send_counted(
     leaving = [each for each in leaving if any(each.num_tiles)]
     for first in range(0, len(leaving), _CLOSED_AT_ONCE):
         some = leaving[first : first + _CLOSED_AT_ONCE]
-        with beside(group, after=opened, closing=True):
+        with beside(group, after=opened, on=CLOSING):
             closing = torch.cuda.current_stream(group.device)
             closed = []
             for owner, slabs, num_tiles in some:
@@ -291,8 +295,9 @@ def send_counted(
             for (owner, slabs, _), event in zip(some, closed, strict=True):
                 sending.wait_event(event)
                 send(owner, slabs)
+                announce_behind(group, here, owner, slabs[0])
     if leaving:
-        join(group, closing=True)
+        join(group, on=CLOSING)
 
 
 def _shard_of(operands: Operands, here: Turn, owner: int, out: torch.Tensor) -> Operands:
@@ -304,12 +309,17 @@ def _shard_of(operands: Operands, here: Turn, owner: int, out: torch.Tensor) -> 
 
 
 def send_slabs(here: Turn, out: torch.Tensor, staged: Callable[..., torch.Tensor], owner: int, slabs: range) -> None:
-    """Copy the slabs that ``staged`` finds to their owner in one piece, and announce it by the first of them."""
+    """``copy_slabs``, and announce the piece by the first of them."""
+    copy_slabs(here, out, staged, owner, slabs)
+    here.announce(owner, slabs[0])
+
+
+def copy_slabs(here: Turn, out: torch.Tensor, staged: Callable[..., torch.Tensor], owner: int, slabs: range) -> None:
+    """Copy the slabs that ``staged`` finds to their owner in one piece."""
     piece = staged(owner, slabs, out.dtype, out.shape[1])
     if here.leaving is not None:
         here.leaving.append(torch.cuda.current_stream(here.group.device).record_event())
     here.slabs_at(owner, here.rank, slabs, out.dtype, out.shape[1]).copy_(piece, non_blocking=True)
-    here.announce(owner, slabs[0])
 
 
 def own_part(operands: Operands, num_rows: int) -> Operands:

@@ -1,6 +1,6 @@
 """A GPU's streams under the simulator: what sends by the copy engine, in schedules that a seed determines.
 
-Each rank gets three streams: the caller's, and the two of ``kernels/beside.py``. What is launched, and what is copied
+Each rank gets four streams: the caller's, and the three of ``kernels/beside.py``. What is launched, and what is copied
 beside, is queued, and a coroutine per stream does it in order; so the copies of a call run beside its kernels, and
 beside the next call of a rank that is ahead. Nothing of the ops is changed but who does what they queue.
 """
@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 
 from tileflux.kernels import combine, dense, scatter, slabs, steps, turns
+from tileflux.kernels.beside import ANNOUNCING, CLOSING, SENDING
 from tileflux.kernels.turns import Turn
 from tileflux.symm.group import Group
 from tileflux.symm.host_signal import HostWords
@@ -81,10 +82,9 @@ class _Streams:
     """Those of a rank."""
 
     def __init__(self, rank: int) -> None:
-        self.main, self.sending, self.closing = (
-            _Stream(f"{kind} stream of rank {rank}") for kind in ("main", "sending", "closing")
-        )
-        self.current = self.main
+        kinds = ("main", SENDING, CLOSING, ANNOUNCING)
+        self.by_kind = {kind: _Stream(f"{kind} stream of rank {rank}") for kind in kinds}
+        self.main = self.current = self.by_kind["main"]
 
 
 @contextmanager
@@ -156,10 +156,10 @@ def _queued(launch: Callable[..., object]) -> Callable[..., None]:
 
 
 @contextmanager
-def _beside(group: Group, *used: torch.Tensor, after: _Event | None = None, closing: bool = False) -> Iterator[None]:
+def _beside(group: Group, *used: torch.Tensor, after: _Event | None = None, on: str = SENDING) -> Iterator[None]:
     streams = _streams()
     before = streams.current
-    streams.current = streams.closing if closing else streams.sending
+    streams.current = streams.by_kind[on]
     streams.current.wait_event(before.record_event() if after is None else after)
     try:
         yield
@@ -167,9 +167,9 @@ def _beside(group: Group, *used: torch.Tensor, after: _Event | None = None, clos
         streams.current = before
 
 
-def _join(group: Group, *, closing: bool = False) -> None:
+def _join(group: Group, *, on: str = SENDING) -> None:
     streams = _streams()
-    streams.main.wait_event((streams.closing if closing else streams.sending).record_event())
+    streams.main.wait_event(streams.by_kind[on].record_event())
 
 
 def _queued_copy(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

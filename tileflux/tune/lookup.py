@@ -302,11 +302,9 @@ def _tiles(problem: GemmProblem) -> GemmConfig:
     if block_m == 128 and itemsize == 2 and not problem.is_heavy and problem.n >= 2048:
         return _large_tiles(problem, block_k, feeders)
     num_warps = 8 if block_m == 128 else 4
-    num_stages = 4 if itemsize == 2 and not problem.is_heavy else 3
-    block_n = 128
+    block_n, num_stages = 128, 4 if itemsize == 2 and not problem.is_heavy else 3
     if problem.op == "gemm_ar" and block_m <= 32 and -(-problem.n // 128) > problem.num_sms:
-        # One tile a program rather than two, each of which is stored, announced and summed by itself.
-        block_n, num_stages = 256, 3
+        block_n, num_stages = 256, 3  # one tile a program, not two that are each stored, announced and summed
     return GemmConfig(
         block_m, block_n, block_k, num_warps=num_warps, num_stages=num_stages, num_feeders=feeders, **_bands(problem)
     )
@@ -316,12 +314,10 @@ def _large_tiles(problem: GemmProblem, block_k: int, num_feeders: int) -> GemmCo
     block_m, block_n = _large_tile(problem)
     # Hopper's own loop was the quicker one with these; ranks that share a GPU were not measured with it.
     hopper = problem.arch == 90 and block_m == 128 and problem.link != "same GPU"
-    is_small = (block_m, block_n) == (64, 128)
+    is_small = (block_m, block_n) == (64, 128)  # for few rows: what there is to wait for is the way to memory
     return GemmConfig(
         block_m, block_n, block_k,
-        group_m=16 if hopper else 8, num_warps=4 if is_small else 8,
-        # Of a chunk's few rows all SMs have one tile each, and little but the way to memory to wait for.
-        num_stages=8 if is_small else 4,
+        group_m=16 if hopper else 8, num_warps=4 if is_small else 8, num_stages=8 if is_small else 4,
         num_feeders=num_feeders, hopper=hopper, **_bands(problem),
     )  # fmt: skip
 
