@@ -1,10 +1,11 @@
 """What racecheck reports, sorted: ``python -m tests.hazards LOG`` says which of it is ours, and fails if any is.
 
-Triton hands the warps of a divided kernel (``gl.warp_specialize``) their partitions through a word of shared memory.
-Accesses to it are ordered by ``barrier.sync 1``, which waits for all threads, some of them at another place of the
-program; racecheck does not count that as order, and reports the words of every such kernel, of one whose partitions
-share nothing, too. The compiler attributes these accesses to the line that begins the kernel and to the one that
-divides it, on which there are no others.
+Triton tells each warp of a divided kernel (``gl.warp_specialize``) its partition by a byte of shared memory. Accesses
+to it are ordered by ``barrier.sync 1``, which waits for all threads, some of them at another place of the program;
+racecheck does not always count that as order, and reports the byte of a kernel that has nothing wrong with it. The
+compiler attributes these accesses to the line that begins the kernel and to the one that divides it, on which no
+consumer's are.
+What racecheck says of partitions, and what it does not see: results/2026-11-16-racecheck.md.
 """
 
 from __future__ import annotations

@@ -54,12 +54,12 @@ _STAGING = (STAGE, SEND, COMBINE_STAGE, COMBINE_SEND)
 
 
 def _config(
-    role: Role, dtype: torch.dtype, arch: int, m: int, n: int, activation: str | None, block_m: int
+    role: Role, dtype: torch.dtype, arch: int, shape: tuple[int, int], activation: str | None, block_m: int, link: str
 ) -> GemmConfig:
     op = role.name.split(",")[0]
     world_size = 1 if role is PLAIN else _WORLD
     kind, heavy = str(dtype).removeprefix("torch."), activation in HEAVY
-    problem = GemmProblem(op, m, n, 4096, world_size, kind, heavy, arch, _SMS[arch])
+    problem = GemmProblem(op, *shape, 4096, world_size, kind, heavy, arch, _SMS[arch], link)
     config = lookup(problem).config
     return tiles_for(config, "", block_m, problem) if block_m else config
 
@@ -134,13 +134,14 @@ def _case(
     records: bool = False,
     grouped: str = "",
     block_m: int = 0,
+    link: str = "",
 ) -> CompileCase:
     """``block_m``: of grouped rows, the height of tiles that they are cut into."""
     use_tma = tma and arch >= 90
-    config = _config(role, dtype, arch, m, n, activation, block_m)
+    config = _config(role, dtype, arch, (m, n), activation, block_m, link)
     kinds = f"{ELEMENTS[dtype]}_{m}_{activation}_{use_tma}_sm{arch}{'_fetched' * fetches}{'_recorded' * records}"
     if n != _COLUMNS:
-        kinds += f"_{n}_columns"
+        kinds += f"_{n}_columns{'_' * bool(link)}{link}"
     if grouped:
         kinds += f"_{grouped}_{config.block_m}"
     depth = 2 * config.block_k if use_tma else 2 * config.block_k + 16
@@ -219,6 +220,8 @@ def _other_tiles() -> list[CompileCase]:
     cases += [_case(PLAIN, fp32, arch) for arch in (89, 100)] + [_case(PLAIN, bf16, 89, activation="swiglu")]
     cases += [_case(PLAIN, bf16, arch, m=m, activation="gelu") for m in (16, 64) for arch in (90, 100)]
     cases += [_case(PLAIN, bf16, 100, activation="gelu"), _case(GATHER, bf16, 100, n=1024)]
+    cases += [_case(SPREAD, dtype, arch, m=16, n=32768) for dtype in (bf16, fp8) for arch in (90, 100)]
+    cases += [_case(ARRIVING, bf16, arch, m=128 * _WORLD, n=7168, link="PCIe") for arch in (90, 100)]
     return cases
 
 
