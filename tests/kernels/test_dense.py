@@ -38,7 +38,7 @@ def test_every_schedule_gives_the_right_result(protocol: str, world_size: int) -
 
 @interpreted
 @pytest.mark.parametrize(("world_size", "num_seeds"), [(2, 6), (3, 2), (4, 1)])
-@pytest.mark.parametrize("protocol", ["gemm_rs fused", "gemm_rs fused, in slabs"])
+@pytest.mark.parametrize("protocol", ["gemm_rs fused", "gemm_rs fused, in slabs", "ag_gemm fused, one weight"])
 def test_every_schedule_of_shards_sent_by_copies_gives_the_right_result(
     protocol: str, world_size: int, num_seeds: int
 ) -> None:

@@ -152,7 +152,7 @@ BUGS: dict[str, tuple[Callable[[Patch], None], tuple[str, ...]]] = {
     ),
     "a shard is sent before its last tile": (_plant_close, FUSED),
     "flags overtake what they announce": (_plant_flags_first, FUSED),
-    "a flag does not wait for its copy": (_plant_announced_early, (*FUSED, "ag_gemm fused", "moe_ag_gemm fused")),
+    "a flag does not wait for its copy": (_plant_announced_early, (*FUSED, "ag_gemm fused, one weight")),
     "tokens are added up before their rows are there": (
         lambda p: p.setattr(combine, "COMBINE_STAGE", replace(combine.COMBINE_STAGE, finish=_impatient_stage_sums)),
         ("moe_gemm_rs fused",),

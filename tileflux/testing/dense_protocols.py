@@ -272,6 +272,7 @@ _TWO_SHOT = _with(_SPREAD, algorithm="two_shot")
 PROTOCOLS: dict[str, tuple[Call, ...]] = {
     "ag_gemm fused": _GATHER,
     "ag_gemm fused, chunks": _with(_GATHER[::2], rows=130, columns=16, ragged=True, config=TALL),
+    "ag_gemm fused, one weight": (Call("ag_gemm", 9, depth=32, ragged=True, **_INT8), *_GATHER[2:], Call("ag_gemm", 9)),
     "ag_gemm fused, own rows with the next rank's": _with(_GATHER, config=replace(FEW, alone=-1)),
     "ag_gemm pipelined": _with(_GATHER, strategy="pipelined"),
     "ag_gemm sequential": _with(_GATHER, strategy="sequential"),
@@ -298,8 +299,8 @@ PROTOCOLS: dict[str, tuple[Call, ...]] = {
 """What is simulated, by name."""
 
 BY_COPIES = (
-    "gemm_rs fused", "gemm_rs fused, in slabs", "moe_gemm_rs fused", "moe_gemm_rs pipelined",
-    "moe_gemm_rs pipelined, one slab",
+    "ag_gemm fused, one weight", "gemm_rs fused", "gemm_rs fused, in slabs", "moe_gemm_rs fused",
+    "moe_gemm_rs pipelined", "moe_gemm_rs pipelined, one slab",
 )  # fmt: skip
 """Those of them that can be simulated with what is sent going by the copy engine."""
 
