@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,6 +19,7 @@ from tileflux.kernels import dense, gemm_launch, library, turns
 from tileflux.kernels.dense import gather_rows, run_gather
 from tileflux.kernels.operands import Operands
 from tileflux.kernels.scatter import run_scatter, run_spread
+from tileflux.kernels.shards import gather_shards
 from tileflux.symm.group import Group
 from tileflux.testing import poisoned, run_ranks
 from tileflux.testing.dense_protocols import PROTOCOLS, Call, simulate_protocol
@@ -265,3 +269,46 @@ def test_stages_go_through_the_weights_in_bands(num_stages: int, span: int, heig
     bands = dense._bands(num_stages, span)
     assert [len(band) for band in bands] == heights
     assert [stage for band in bands for stage in band] == list(range(num_stages))
+
+
+@pytest.mark.parametrize("num_rows", [4, 0])
+def test_copies_of_rows_follow_each_other_and_are_announced_on_another_stream(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the call ends behind both; but for a rank without rows, which has queued nothing there."""
+    seen: list[tuple[object, ...]] = []
+    current = ["main"]
+
+    @contextlib.contextmanager
+    def beside(group: object, *used: object, after: object = None, on: str = "sending") -> Iterator[None]:
+        before, current[0] = current[0], on
+        seen.append((on, "after", after))
+        yield
+        current[0] = before
+
+    def place(peer: int, *what: object) -> Any:
+        return SimpleNamespace(copy_=lambda rows, non_blocking: seen.append((current[0], "copy", peer)))
+
+    monkeypatch.setattr(dense, "beside", beside)
+    monkeypatch.setattr(dense, "join", lambda group, on="sending": seen.append((current[0], "join", on)))
+    monkeypatch.setattr(dense.steps, "launch_open", lambda *given: seen.append((current[0], "open")))
+    stream = SimpleNamespace(record_event=lambda: f"what is {current[0]}")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    here: Any = SimpleNamespace(
+        plan=gather_shards("ag_gemm", (num_rows, 4, 4), 32, False, 1), count_call=lambda: None, chunk_at=place,
+        announce=lambda owner, index: seen.append((current[0], "flag", owner)),
+    )  # fmt: skip
+    group: Any = SimpleNamespace(rank=0, world_size=3, device=torch.device("cuda"))
+    x = torch.empty(num_rows, 8)
+    dense._feed_apart(group, here, x, None)
+    dense._join_apart(group, here, x)
+    sent = [
+        each
+        for peer in (2, 1)
+        for each in (
+            ("sending", "copy", peer), ("announcing", "after", "what is sending"), ("announcing", "flag", peer)
+        )
+    ]  # fmt: skip
+    joins = [("main", "join", "sending"), ("main", "join", "announcing")]
+    begin = [("main", "open"), ("sending", "after", None)]
+    assert seen == ([*begin, *sent, *joins] if num_rows else [*begin, joins[0]])
